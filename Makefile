@@ -1,0 +1,56 @@
+# normstream: every target makes or updates .venv itself. Needs Python 3.11+ and make.
+# Settings: PYTHON=python3.12 chooses the interpreter, ARGS="..." goes to the command that is run.
+
+PYTHON ?= python3
+ARGS ?=
+
+BIN := .venv/bin
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+# Stamps: files whose date says when .venv was last brought up to date.
+CORE := .venv/.core
+DEV := .venv/.dev
+DOCS := .venv/.docs
+
+.PHONY: help compare test lint docs
+.NOTPARALLEL:
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
+
+compare: $(CORE) ## compare placements on real text; ARGS="--steps 50" goes to "normstream compare"
+	$(BIN)/normstream compare $(ARGS)
+
+test: $(DEV) ## run the tests, doctests and README examples; ARGS="tests/data -x" goes to pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
+
+lint: $(DEV) ## check style, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+docs: $(DOCS) ## build the documentation into site/
+	$(BIN)/zensical build --clean --strict
+
+$(CORE): pyproject.toml constraints.txt
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(MAKE) --no-print-directory .venv-new
+	@echo "Installing normstream into .venv (the first time takes some minutes) ..."
+	$(PIP_INSTALL) -e .
+	@touch $@
+
+$(DEV): $(CORE)
+	$(PIP_INSTALL) -e ".[parquet,text,hf,dev]"
+	@touch $@
+
+$(DOCS): $(CORE)
+	$(PIP_INSTALL) -e ".[docs]"
+	@touch $@
+
+.PHONY: .venv-new
+.venv-new:
+	@command -v "$(PYTHON)" >/dev/null || \
+		{ echo "No $(PYTHON) found. Install Python 3.11 or newer, or run: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "normstream needs Python 3.11 or newer, but $(PYTHON) is $$("$(PYTHON)" --version 2>&1)." \
+		       "Run: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	"$(PYTHON)" -m venv --clear .venv

@@ -1,0 +1,20 @@
+"""normstream: where the norms sit on a Transformer's residual stream.
+
+>>> import torch, normstream
+>>> row = normstream.placements.get("siamese").junctions(dim=8, n_layers=2)
+>>> state, z = row[0]((), torch.randn(1, 3, 8))
+>>> z.shape
+torch.Size([1, 3, 8])
+"""
+
+from normstream import placements as placements
+from normstream.__about__ import __version__ as __version__
+from normstream.generation import generate as generate
+from normstream.init import initialize as initialize
+from normstream.junctions import Junction as Junction
+from normstream.models import DecoderConfig as DecoderConfig
+from normstream.models import DecoderLM as DecoderLM
+from normstream.models import preset as preset
+from normstream.norms import LayerNorm as LayerNorm
+from normstream.norms import NormConfig as NormConfig
+from normstream.norms import RMSNorm as RMSNorm

@@ -1,0 +1,106 @@
+"""SiameseNorm: two streams, x normalized again and again (Post-Norm-like), y only ever added to (Pre-Norm-like).
+
+    join                       x <- N_x(x + o / c)      y <- y + o
+    read                       z = N_in(x + N_y(y))
+    read (hybrid-pre, before attention)   z = c1 * x + N_y(y)
+
+Both streams receive the same update o of one shared sublayer. c grows with depth; it scales the update of x only.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from normstream.junctions.junction import Drop, Join, Read, State, add
+
+
+class SiameseStart(nn.Module):
+    """``x = N_x(e), y = e`` for the embedding e; without ``norm_x`` both streams start raw.
+
+    >>> x, y = SiameseStart(None)((), torch.ones(1))
+    >>> bool(x == y)
+    True
+    """
+
+    def __init__(self, norm_x: nn.Module | None) -> None:
+        super().__init__()
+        self.norm_x = norm_x
+
+    def forward(self, state: State, embedding: Tensor) -> State:
+        x = embedding if self.norm_x is None else self.norm_x(embedding)
+        return x, embedding
+
+
+class SiameseJoin(Join):
+    """``x <- N_x(x + o / c), y <- y + o``; without ``norm_x`` the sum x + o / c stays as it is.
+
+    Args:
+        norm_x: norm of the x stream, or None (hybrid-pre after its feed-forward).
+        scale: 1 / c, a Python float.
+        drop: dropout and drop-path of the update; one draw serves both streams.
+
+    Source: arXiv 2602.08064, Algorithm 1; Qwen-Applications/SiameseNorm:deit-model-siamesenorm.py.
+
+    >>> join = SiameseJoin(None, scale=0.5, drop=Drop())
+    >>> [s.tolist() for s in join((torch.zeros(1, 1), torch.zeros(1, 1)), torch.ones(1, 1))]
+    [[[0.5]], [[1.0]]]
+    """
+
+    def __init__(self, norm_x: nn.Module | None, scale: float, drop: Drop) -> None:
+        super().__init__(drop)
+        self.norm_x, self.scale = norm_x, scale
+
+    def contributions(self, update: Tensor) -> State:
+        o = self.drop(update)
+        return o * self.scale, o
+
+    def forward(self, state: State, update: Tensor) -> State:
+        x, y = state
+        o_x, o_y = self.contributions(update)
+        x, y = add(x, o_x), add(y, o_y)
+        return (x if self.norm_x is None else self.norm_x(x)), y
+
+    def extra_repr(self) -> str:
+        return f"scale={self.scale:.6g}"
+
+
+class SiameseRead(Read):
+    """``z = N_in(x + N_y(y))``; without ``norm_in`` it is ``z = x + N_y(y)``, the paper's Algorithm 1 and read-out.
+
+    >>> read = SiameseRead(norm_y=nn.Identity(), norm_in=None)
+    >>> read((torch.ones(1), torch.ones(1)))[1]
+    tensor([2.])
+    """
+
+    def __init__(self, norm_y: nn.Module, norm_in: nn.Module | None) -> None:
+        super().__init__()
+        self.norm_y, self.norm_in = norm_y, norm_in
+
+    def forward(self, state: State) -> tuple[State, Tensor]:
+        x, y = state
+        z = x + self.norm_y(y)
+        return state, (z if self.norm_in is None else self.norm_in(z))
+
+
+class HybridPreRead(Read):
+    """``z = c1 * x + N_y(y)``, hybrid-pre's attention input: a learned vector c1 (starts at 1), no input norm.
+
+    The norms on Q, K and V inside the attention take the input norm's place.
+
+    Source: Qwen-Applications/SiameseNorm:OLMo_model_hybrid_pre.py.
+
+    >>> HybridPreRead(1, nn.Identity())((torch.ones(1), torch.ones(1)))[1]
+    tensor([2.], grad_fn=<...>)
+    """
+
+    def __init__(self, dim: int, norm_y: nn.Module) -> None:
+        super().__init__()
+        self.norm_y = norm_y
+        self.c1 = nn.Parameter(torch.empty(dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.c1)
+
+    def forward(self, state: State) -> tuple[State, Tensor]:
+        x, y = state
+        return state, (self.c1 * x).to(x.dtype) + self.norm_y(y)

@@ -1,0 +1,94 @@
+"""What a comparison consists of: its configuration, checked before anything runs, and the list of its runs."""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from normstream import placements
+from normstream.lab.budget import parse_budget
+from normstream.training.config import TrainConfig
+
+
+@dataclass(frozen=True)
+class CompareConfig:
+    """A comparison: every placement with every learning rate and every seed, all else equal.
+
+    Raises ValueError for an unknown placement, a value out of range, a value given twice or an empty list.
+
+    >>> len(CompareConfig(seeds=(0, 1)).runs())
+    12
+    """
+
+    placements: tuple[str, ...] = ("pre", "post", "siamese")
+    """Placements to compare: names from `normstream list`, with options as in siamese(depth_scale=paper)."""
+    lrs: tuple[float, ...] = (2e-3, 1e-2)
+    """Peak learning rates."""
+    seeds: tuple[int, ...] = (0,)
+    """Seeds of initialization and data order; results are averaged over them."""
+    base: TrainConfig = field(default_factory=TrainConfig)
+    """Everything the runs share; its placement, learning rate and seed are replaced."""
+    out: Path = Path("runs/compare")
+    """Folder for the run folders, summary.json, summary.csv and report.html."""
+    budget: str | None = None
+    """Time for the whole comparison, such as 90s, 5m or 1h30m; it replaces the number of steps."""
+
+    def __post_init__(self) -> None:
+        for name in ("placements", "lrs", "seeds"):
+            if not getattr(self, name):
+                raise ValueError(f"{name} is empty; give at least one")
+        wrong = [lr for lr in self.lrs if not (lr > 0 and math.isfinite(lr))]
+        if wrong:
+            raise ValueError(f"learning rates must be finite and above 0, got {wrong[0]}")
+        if min(self.seeds) < 0:
+            raise ValueError(f"seeds must not be negative, got {min(self.seeds)}")
+        canonical = [str(placements.get(placement)) for placement in self.placements]
+        for name, values in (("placement", canonical), ("learning rate", self.lrs), ("seed", self.seeds)):
+            refuse_repeated(name, values)
+        if self.budget is not None:
+            parse_budget(self.budget)
+
+    def runs(self) -> list["Run"]:
+        """The runs, seed by seed, so that an early stop leaves whole comparisons behind."""
+        return [
+            Run(str(placements.get(placement)), lr, seed)
+            for seed in self.seeds
+            for lr in self.lrs
+            for placement in self.placements
+        ]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a comparison.
+
+    >>> Run("siamese(depth_scale=paper)", 0.01, 0).folder
+    'siamese-depth_scale-paper_lr0.01_seed0'
+    """
+
+    placement: str
+    lr: float
+    seed: int
+
+    @property
+    def folder(self) -> str:
+        """A name that every file system accepts."""
+        return f"{re.sub(r'[^A-Za-z0-9_.]+', '-', self.placement).strip('-')}_lr{self.lr!r}_seed{self.seed}"
+
+    def config(self, base: TrainConfig) -> TrainConfig:
+        """The shared configuration with this run's placement, learning rate and seed."""
+        return replace(
+            base,
+            model=replace(base.model, placement=self.placement),
+            optimizer=replace(base.optimizer, lr=self.lr),
+            seed=self.seed,
+        )
+
+
+def refuse_repeated(name: str, values: Sequence[Hashable]) -> None:
+    """Raise ValueError when a value occurs twice."""
+    value, times = Counter(values).most_common(1)[0]
+    if times > 1:
+        raise ValueError(f"{name} {value} is given {times} times; give it once")

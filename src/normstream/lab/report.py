@@ -1,0 +1,105 @@
+"""The report of a comparison: one HTML page that needs nothing but itself."""
+
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from normstream.lab.conclusion import sentences
+from normstream.lab.panels import Key
+from normstream.lab.plots import pictures
+from normstream.lab.style import duration, label, looks, number, rate, short
+from normstream.lab.summary import COLLAPSE_MEANING, SPIKE_MEANING, table
+from normstream.training.files import write_text
+
+
+def write_report(summary: dict[str, Any], path: Path) -> None:
+    """Write the report of a summary as one self-contained HTML file, atomically."""
+    write_text(path, render(summary))
+
+
+def render(summary: dict[str, Any]) -> str:
+    """Return the report as HTML; the same summary gives the same text."""
+    environment = Environment(
+        loader=PackageLoader("normstream.lab", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(
+        label=label, number=number, rate=rate, short=short, duration=duration, swatch=swatch, thousands="{:,}".format
+    )
+    headline, *details = sentences(summary)
+    rows = table(summary)
+    return environment.get_template("report.html.j2").render(
+        summary=summary,
+        headline=headline,
+        details=details,
+        rates=rows_by_rate(rows),
+        colours={placement: look.colour for placement, look in looks(all_placements(summary)).items()},
+        pictures=pictures(summary),
+        parameters=parameter_counts(summary),
+        settings=sorted(flatten(summary["config"])),
+        spike_meaning=SPIKE_MEANING,
+        collapse_meaning=COLLAPSE_MEANING,
+    )
+
+
+def all_placements(summary: dict[str, Any]) -> list[str]:
+    return list(dict.fromkeys(run["placement"] for run in summary["runs"]))
+
+
+def rows_by_rate(rows: list[dict[str, Any]]) -> list[tuple[float, list[dict[str, Any]]]]:
+    """Group the table's rows by learning rate, the lowest mean loss first."""
+    rates = sorted({row["lr"] for row in rows})
+    return [(lr, sorted((row for row in rows if row["lr"] == lr), key=rank)) for lr in rates]
+
+
+def rank(row: dict[str, Any]) -> tuple[bool, float]:
+    """Order rows by mean loss; those with a seed without a loss come last."""
+    complete = row["n_losses"] == row["n_seeds"]
+    return not complete, row["val_loss_mean"] if row["val_loss_mean"] is not None else float("inf")
+
+
+def parameter_counts(summary: dict[str, Any]) -> dict[str, int]:
+    """The parameter count of each placement whose runs know it."""
+    return {run["placement"]: run["parameters"] for run in summary["runs"] if run["parameters"] is not None}
+
+
+def flatten(value: Any, prefix: str = "") -> list[tuple[str, str]]:
+    """List nested settings under dotted names.
+
+    >>> flatten({"model": {"dim": 64}, "betas": [0.9, 0.95], "resume": None})
+    [('model.dim', '64'), ('betas', '0.9, 0.95'), ('resume', 'none')]
+    """
+    if isinstance(value, dict):
+        return [pair for key, item in value.items() for pair in flatten(item, f"{prefix}.{key}" if prefix else key)]
+    if isinstance(value, list):
+        return [(prefix, ", ".join(map(str, value)))]
+    if value is None or isinstance(value, bool):
+        return [(prefix, str(value).lower())]
+    return [(prefix, str(value))]
+
+
+SHAPES = {
+    "o": '<circle cx="16" cy="6" r="3.6"/>',
+    "s": '<rect x="12.6" y="2.6" width="6.8" height="6.8"/>',
+    "D": '<path d="M16 1.6 20.4 6 16 10.4 11.6 6z"/>',
+    "^": '<path d="M16 1.6 20.4 9.4H11.6z"/>',
+    "v": '<path d="M16 10.4 20.4 2.6H11.6z"/>',
+    "<": '<path d="M11.6 6 19.4 1.6v8.8z"/>',
+    ">": '<path d="M20.4 6 12.6 1.6v8.8z"/>',
+    "P": '<path d="M14.4 1.8h3.2v2.6h2.6v3.2h-2.6v2.6h-3.2v-2.6h-2.6V4.4h2.6z"/>',
+    "X": '<path d="m12.2 4 2-2L16 3.8 17.8 2l2 2L18 6l1.8 2-2 2L16 8.2 14.2 10l-2-2L14 6z"/>',
+    "h": '<path d="M16 1.6 19.8 3.8v4.4L16 10.4l-3.8-2.2V3.8z"/>',
+}
+STROKES = ("none", "5 3", "1.5 2.5", "7 2 1.5 2")
+
+
+def swatch(key: Key) -> Markup:
+    """Draw the line and marker of a legend entry."""
+    line = f'<path d="M1 6H31" stroke="{key.colour}" stroke-width="2.4" stroke-dasharray="{STROKES[key.dash % 4]}"/>'
+    attributes = f'class="swatch" viewBox="0 0 32 12" aria-hidden="true" fill="{key.colour}"'
+    return Markup(f"<svg {attributes}>{line}{SHAPES[key.marker]}</svg>")

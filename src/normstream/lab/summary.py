@@ -1,0 +1,89 @@
+"""The summary of a comparison: one JSON file that every table, picture and sentence is made from."""
+
+import csv
+import io
+import statistics
+from pathlib import Path
+from typing import Any
+
+from normstream.training.divergence import COLLAPSE_MARGIN
+from normstream.training.files import read_json, write_json, write_text
+from normstream.training.metrics import finite
+from normstream.training.spikes import DEVIATIONS, MIN_VALUES, WINDOW
+
+FORMAT = 1
+COLLAPSE_MEANING = (
+    f"the final validation loss is not {COLLAPSE_MARGIN:g} below that of knowing only how frequent each token is"
+)
+SPIKE_MEANING = (
+    f"a step whose training loss lies more than {DEVIATIONS:g} standard deviations above the mean of the steps before "
+    f"it (at least {MIN_VALUES}, at most {WINDOW})"
+)
+CSV_COLUMNS = (
+    "placement", "lr", "seed", "status", "val_loss", "best_val_loss", "train_loss", "diverged", "diverged_step",
+    "collapsed", "cause", "spikes", "max_grad_norm", "parameters", "steps", "tokens_per_second", "seconds", "path",
+)  # fmt: skip
+NUMERIC = ("val_loss", "best_val_loss", "spikes", "max_grad_norm", "tokens_per_second")
+
+
+def mean(values: list[float | int]) -> float | None:
+    """The mean, or None when there is nothing to average."""
+    return statistics.fmean(values) if values else None
+
+
+def spread(values: list[float]) -> float | None:
+    """The sample standard deviation (n - 1), unknown (None) with fewer than two values."""
+    return statistics.stdev(values) if len(values) > 1 else None
+
+
+def table(summary: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return one row for each placement and learning rate that has a finished run, means taken over its seeds.
+
+    A run without a finite loss is counted in `n_diverged` and left out of the means, so `n_losses` says over how
+    many seeds they were taken.
+    """
+    groups: dict[tuple[float, str], list[dict[str, Any]]] = {}
+    for run in summary["runs"]:
+        if run["status"] == "finished":
+            groups.setdefault((run["lr"], run["placement"]), []).append(run)
+    rows = []
+    for (lr, placement), runs in groups.items():
+        numbers = {key: [run[key] for run in runs if run[key] is not None] for key in NUMERIC}
+        rows.append(
+            {
+                "placement": placement,
+                "lr": lr,
+                "val_loss_mean": mean(numbers["val_loss"]),
+                "val_loss_std": spread(numbers["val_loss"]),
+                "best_val_loss_mean": mean(numbers["best_val_loss"]),
+                "n_seeds": len(runs),
+                "n_losses": len(numbers["val_loss"]),
+                "n_diverged": sum(run["diverged"] for run in runs),
+                "n_collapsed": sum(run["collapsed"] for run in runs),
+                "spikes_mean": mean(numbers["spikes"]),
+                "max_grad_norm": max(numbers["max_grad_norm"], default=None),
+                "parameters": runs[0]["parameters"],
+                "tokens_per_second": mean(numbers["tokens_per_second"]),
+            }
+        )
+    return rows
+
+
+def write_summary(summary: dict[str, Any], folder: Path) -> None:
+    """Write `summary.json` and `summary.csv` (one line for each run) into the folder, each as a whole or not at all."""
+    write_json(folder / "summary.json", finite(summary))
+    lines = io.StringIO()
+    writer = csv.DictWriter(lines, CSV_COLUMNS, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(summary["runs"])
+    write_text(folder / "summary.csv", lines.getvalue())
+
+
+def read_summary(path: Path) -> dict[str, Any]:
+    """Read `summary.json`; ValueError when it is not one of ours or of another format."""
+    summary = read_json(path)
+    if summary.get("format") != FORMAT:
+        raise ValueError(
+            f"{path} has format {summary.get('format')!r}, expected {FORMAT}; read it with the version that wrote it"
+        )
+    return summary

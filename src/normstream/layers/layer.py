@@ -1,0 +1,43 @@
+"""One block: sublayers, each followed by its junction."""
+
+from torch import Tensor, nn
+
+from normstream.junctions import Junction, State
+from normstream.layers.context import Context
+
+
+class Layer(nn.Module):
+    """The unit of compilation, activation checkpointing and sharding: ``(state, z, context) -> (state, z)``.
+
+        z --> attention --> after_attention --> z --> feed_forward --> after_feed_forward --> z
+                 state ------^------------------------------ state -----^---------------------> state
+
+    The last junction ends with the read of the next layer, so whatever crosses the border is ``(state, z)``.
+
+    Args:
+        sublayers: modules by kind, in order; each maps ``(z, context)`` to its update.
+        junctions: one a sublayer, the junction that follows it.
+
+    >>> from normstream.junctions import Drop, PostNormRead, PreNormJoin
+    >>> import torch
+    >>> class Double(nn.Module):
+    ...     def forward(self, z, context):
+    ...         return 2 * z
+    >>> layer = Layer({"feed_forward": Double()}, [Junction(PreNormJoin(Drop()), PostNormRead())])
+    >>> x, table = torch.ones(1, 1, 1), torch.ones(1, 1, 1, 1)
+    >>> layer((x,), x, Context(rope=(table, table)))[1].item()
+    3.0
+    """
+
+    def __init__(self, sublayers: dict[str, nn.Module], junctions: list[Junction]) -> None:
+        super().__init__()
+        self.kinds = tuple(sublayers)
+        for (kind, sublayer), junction in zip(sublayers.items(), junctions, strict=True):
+            self.add_module(kind, sublayer)
+            self.add_module(f"after_{kind}", junction)
+
+    def forward(self, state: State, z: Tensor, context: Context) -> tuple[State, Tensor]:
+        for kind in self.kinds:
+            update = getattr(self, kind)(z, context)
+            state, z = getattr(self, f"after_{kind}")(state, update)
+        return state, z

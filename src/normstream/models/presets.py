@@ -1,0 +1,32 @@
+"""Sizes with names. Parameter counts are those of ``pre`` with the vocabulary given here."""
+
+import difflib
+
+from normstream.models.config import DecoderConfig
+
+PRESETS: dict[str, DecoderConfig] = {
+    "tiny": DecoderConfig(dim=64, n_layers=12, n_heads=4, ffn_dim=192, vocab_size=257, tied=True),
+    "10m": DecoderConfig(dim=320, n_layers=8, n_heads=5, ffn_dim=864, vocab_size=257, tied=True),
+    "60m": DecoderConfig(dim=512, n_layers=12, n_heads=8, ffn_dim=1376, vocab_size=50_304, tied=True),
+    "125m": DecoderConfig(dim=768, n_layers=12, n_heads=12, ffn_dim=2048, vocab_size=50_304, tied=True),
+    "400m": DecoderConfig(
+        dim=1024, n_layers=17, n_heads=16, ffn_dim=4096, vocab_size=50_304, tied=False, max_seq_len=2048
+    ),
+    "1.3b": DecoderConfig(
+        dim=2048, n_layers=16, n_heads=16, ffn_dim=8192, vocab_size=50_304, tied=False, max_seq_len=2048
+    ),
+}
+"""tiny 0.6 M (CPU, minutes), 10m 10 M, 60m 64 M, 125m 124 M, 400m 389 M, 1.3b 1.28 B parameters."""
+
+
+def preset(name: str) -> DecoderConfig:
+    """The configuration named ``name``; raises ValueError with the nearest name for an unknown one.
+
+    >>> preset("1.3b").dim
+    2048
+    """
+    if name not in PRESETS:
+        close = difflib.get_close_matches(name, PRESETS, n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise ValueError(f"unknown preset {name!r}; {hint}Known: {', '.join(PRESETS)}")
+    return PRESETS[name]

@@ -1,0 +1,104 @@
+"""From a name such as ``siamese`` or ``siamese(depth_scale=paper)`` to a placement.
+
+A package adds its own with the decorator ``register`` or with an entry point of the group ``normstream.placements``
+whose object is a ``Placement`` subclass.
+"""
+
+import difflib
+import functools
+import re
+from collections.abc import Iterable
+from dataclasses import fields
+from importlib.metadata import entry_points
+from typing import Any, TypeVar, get_args, get_type_hints
+
+from normstream.placements.placement import Placement
+
+ENTRY_POINT_GROUP = "normstream.placements"
+PlacementClass = TypeVar("PlacementClass", bound=type[Placement])
+_PLACEMENTS: dict[str, type[Placement]] = {}
+
+
+def register(placement: PlacementClass) -> PlacementClass:
+    """Class decorator: makes a placement known under its ``name``.
+
+    Raises ValueError if another placement has the name already.
+
+    >>> import normstream
+    >>> normstream.placements.get("pre").streams
+    ('x',)
+    """
+    known = _PLACEMENTS.setdefault(placement.name, placement)
+    if known is not placement and known.__qualname__ != placement.__qualname__:
+        raise ValueError(
+            f"a placement named {placement.name!r} exists already: {known.__module__}.{known.__qualname__}"
+        )
+    _PLACEMENTS[placement.name] = placement
+    return placement
+
+
+@functools.cache
+def _load_entry_points() -> None:
+    for entry_point in entry_points(group=ENTRY_POINT_GROUP):
+        register(entry_point.load())
+
+
+def names() -> list[str]:
+    """The names of all placements, sorted.
+
+    >>> "siamese" in names()
+    True
+    """
+    _load_entry_points()
+    return sorted(_PLACEMENTS)
+
+
+def get(spec: str) -> Placement:
+    """The placement that ``spec`` names: ``NAME`` or ``NAME(option=value,...)``.
+
+    Raises ValueError for an unknown name, option or value, with the nearest known one.
+
+    >>> get("post(final_norm=true)").final_norm
+    True
+    """
+    match = re.fullmatch(r"\s*([\w-]+)\s*(?:\((.*)\))?\s*", spec)
+    if match is None:
+        raise ValueError(f"expected a placement such as siamese or siamese(depth_scale=paper), got {spec!r}")
+    name, arguments = match.groups()
+    if name not in names():
+        raise ValueError(f"unknown placement {name!r}; {nearest(name, names())}")
+    placement = _PLACEMENTS[name]
+    hints = get_type_hints(placement)
+    options = {}
+    for argument in filter(None, re.split(r"\s*,\s*", (arguments or "").strip())):
+        key, equals, text = (part.strip() for part in argument.partition("="))
+        known = [field.name for field in fields(placement)]
+        if not equals:
+            raise ValueError(f"expected option=value in {spec!r}, got {argument!r}")
+        if key not in known:
+            raise ValueError(f"placement {name!r} has no option {key!r}; {nearest(key, known)}")
+        options[key] = _parse(text, hints[key], f"option {key!r} of placement {name!r}")
+    return placement(**options)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The end of an error message: the nearest of the known names, and all of them.
+
+    >>> nearest("siamse", ["pre", "siamese"])
+    "did you mean 'siamese'? Known: pre, siamese"
+    """
+    known = list(known)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    return (f"did you mean {close[0]!r}? " if close else "") + f"Known: {', '.join(known) or 'none'}"
+
+
+def _parse(text: str, hint: Any, what: str) -> Any:
+    choices = {"true": True, "false": False} if hint is bool else {choice: choice for choice in get_args(hint)}
+    if choices:
+        if text not in choices:
+            raise ValueError(f"{what} cannot be {text!r}; {nearest(text, choices)}")
+        return choices[text]
+    try:
+        return hint(text)
+    except ValueError:
+        raise ValueError(f"{what} must be a {hint.__name__}, got {text!r}") from None

@@ -1,0 +1,213 @@
+"""Checkpoints: a folder that appears whole or not at all.
+
+    checkpoints/step_00000300/
+        model.safetensors      parameters (a tied one once, under its first name)
+        optimizer.safetensors  optimizer state, as KEY/PARAMETER NAME
+        state.json             format, step, SHA-256 of both files, config, and the state of the run
+
+A checkpoint is written under a temporary name, forced to the disk and renamed. Nothing in it can run code.
+"""
+
+import errno
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from normstream.models import DecoderConfig, DecoderLM
+from normstream.training.config_file import config_from_dict
+from normstream.training.files import read_json, sync, write_json
+
+FORMAT = 1
+"""Version of the layout above; a reader refuses every other."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a checkpoint folder holds, read and verified."""
+
+    path: Path
+    """The folder."""
+    step: int
+    """Updates done."""
+    state: dict[str, Any]
+    """state.json."""
+    model: dict[str, Tensor]
+    """Parameters by name."""
+    optimizer: dict[str, Tensor]
+    """Optimizer state by ``KEY/PARAMETER NAME``."""
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters by name, a tied one once."""
+    return {name: parameter.detach().contiguous() for name, parameter in model.named_parameters()}
+
+
+def load_model_tensors(model: nn.Module, tensors: Mapping[str, Tensor], source: Path) -> None:
+    """Copies tensors into the parameters; raises ValueError unless names and shapes are the same."""
+    parameters = dict(model.named_parameters())
+    wrong = sorted(parameters.keys() ^ tensors.keys())
+    wrong += [name for name in parameters.keys() & tensors.keys() if parameters[name].shape != tensors[name].shape]
+    if wrong:
+        raise ValueError(
+            f"{source} does not fit the model: {', '.join(wrong[:5])} missing, unknown or of another shape"
+        )
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(tensors[name])
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The state of an optimizer made with named parameters, by ``KEY/PARAMETER NAME``."""
+    return {
+        f"{key}/{name}": value.contiguous()
+        for group in optimizer.param_groups
+        for name, parameter in zip(group["param_names"], group["params"], strict=True)
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def load_optimizer_tensors(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
+    """The inverse of ``optimizer_tensors``."""
+    by_name: dict[str, dict[str, Tensor]] = {}
+    for path, value in tensors.items():
+        key, name = path.split("/", 1)
+        by_name.setdefault(name, {})[key] = value
+    for group in optimizer.param_groups:
+        for name, parameter in zip(group["param_names"], group["params"], strict=True):
+            if name in by_name:
+                optimizer.state[parameter] = {key: t.to(parameter.device) for key, t in by_name[name].items()}
+
+
+def save_checkpoint(
+    folder: Path,
+    step: int,
+    model: Mapping[str, Tensor],
+    optimizer: Mapping[str, Tensor],
+    state: Mapping[str, Any],
+    keep: int,
+) -> Path:
+    """Writes ``folder/step_N`` and then removes all but the newest ``keep`` checkpoints.
+
+    Raises:
+        OSError: if it cannot be written, a full disk for instance; earlier checkpoints are then untouched and nothing
+            of the new one remains.
+    """
+    path = folder / f"step_{step:08d}"
+    temporary = folder / f".{path.name}.tmp"
+    try:
+        folder.mkdir(exist_ok=True)
+        temporary.mkdir()
+        files = {"model.safetensors": dict(model), "optimizer.safetensors": dict(optimizer)}
+        for name, tensors in files.items():
+            save_file(tensors, temporary / name)
+            sync(temporary / name)
+        digests = {name: _sha256(temporary / name) for name in files}
+        write_json(temporary / "state.json", {"format": FORMAT, "step": step, "sha256": digests, **state})
+        for name in files:  # safetensors makes files that only their owner can read
+            shutil.copymode(temporary / "state.json", temporary / name)
+        sync(temporary)
+        os.rename(temporary, path)
+        sync(folder)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        number = (error.errno if isinstance(error, OSError) else None) or errno.EIO
+        kept = ", ".join(p.name for p in list_checkpoints(folder)) or "none"
+        advice = f"intact checkpoints: {kept}; make room and resume the run"
+        raise OSError(number, f"could not save the checkpoint: {reason} ({advice})", str(path)) from error
+    for old in list_checkpoints(folder)[:-keep]:
+        _remove(old)
+    return path
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """The checkpoint folders in ``folder``, oldest first; empty if there is no such folder."""
+    found = folder.iterdir() if folder.is_dir() else ()
+    return sorted(path for path in found if re.fullmatch(r"step_\d{8,}", path.name))
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Removes what a killed process left half written or half removed."""
+    for path in folder.glob(".step_*"):
+        shutil.rmtree(path)
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Reads and verifies a checkpoint folder.
+
+    Raises:
+        ValueError: naming the file that is missing, cut off or changed, or for an unknown format.
+    """
+    state = _read_state(path)
+    tensors = {name: _read_tensors(path / name, digest) for name, digest in state["sha256"].items()}
+    return Checkpoint(path, state["step"], state, tensors["model.safetensors"], tensors["optimizer.safetensors"])
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The checkpoint that ``path`` means: itself, or the newest one of a run folder.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    if (path / "state.json").is_file():
+        return path
+    found = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
+    if not found:
+        raise ValueError(f"no checkpoint in {path}; give a run folder or one of its checkpoints/step_... folders")
+    return found[-1]
+
+
+def load_model(path: Path) -> DecoderLM:
+    """The model of a checkpoint folder, or of the newest checkpoint of a run folder, in evaluation mode.
+
+    Raises:
+        ValueError: if there is none, or it is cut off, changed or of an unknown format.
+    """
+    path = find_checkpoint(path)
+    state = _read_state(path)
+    model = DecoderLM(config_from_dict(state["config"]["model"], DecoderConfig, "model."))
+    weights = path / "model.safetensors"
+    load_model_tensors(model, _read_tensors(weights, state["sha256"][weights.name]), weights)
+    return model.eval()
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    state = read_json(path / "state.json")
+    if state.get("format") != FORMAT:
+        raise ValueError(
+            f"{path} is a checkpoint of format {state.get('format')!r}; this version of normstream reads {FORMAT}"
+        )
+    return state
+
+
+def _read_tensors(path: Path, digest: str) -> dict[str, Tensor]:
+    try:
+        found = _sha256(path)
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"checkpoint file {path} is missing or cut off: {error}") from error
+    if found != digest:
+        raise ValueError(f"checkpoint file {path} is not what was saved: its SHA-256 differs from state.json's")
+    return tensors
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _remove(path: Path) -> None:
+    """Removes a checkpoint; one that is removed halfway no longer has a checkpoint's name."""
+    doomed = path.with_name(f".{path.name}.old")
+    os.rename(path, doomed)
+    shutil.rmtree(doomed)

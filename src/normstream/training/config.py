@@ -1,0 +1,108 @@
+"""Everything that determines a training run."""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from normstream.data import Data, DataConfig
+from normstream.models import DecoderConfig
+from normstream.optim import OptimizerConfig, ScheduleConfig
+
+Precision = Literal["fp32", "bf16", "fp16"]
+_COUNTS = (
+    *("steps", "batch_size", "grad_accumulation", "eval_every", "eval_batches"),
+    *("stats_every", "checkpoint_every", "keep_checkpoints"),
+)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """A training run; every value is checked when it is made.
+
+    Raises ValueError for values that do not fit each other.
+
+    >>> TrainConfig(steps=100, schedule=ScheduleConfig(warmup=10)).batch_size
+    8
+    """
+
+    model: DecoderConfig = field(default_factory=DecoderConfig)
+    """The model; its vocab_size is taken from the data."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """The text and how it is cut."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """AdamW."""
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    """Learning rate over the steps."""
+    steps: int = 300
+    """Number of updates."""
+    batch_size: int = 8
+    """Sequences of one update, over all its micro-batches."""
+    grad_accumulation: int = 1
+    """Micro-batches that the sequences of one update are cut into; the update stays the same."""
+    clip: float | None = 1.0
+    """Largest global gradient norm; None does not clip."""
+    precision: Precision = "fp32"
+    """fp32, or autocast to bf16 or to fp16 with dynamic loss scaling; parameters are float32 always."""
+    seed: int = 0
+    """Seed of the initialization, the data order and dropout."""
+    compile: bool = False
+    """Compile each layer with torch.compile."""
+    activation_checkpointing: bool = False
+    """Recompute each layer in the backward pass instead of keeping its activations."""
+    eval_every: int = 50
+    """Steps between evaluations; one more follows the last step."""
+    eval_batches: int = 16
+    """Batches of an evaluation, spread evenly over the validation text."""
+    stats_every: int = 25
+    """Steps between rows of per-layer statistics."""
+    checkpoint_every: int = 100
+    """Steps between checkpoints; one more follows the last step."""
+    keep_checkpoints: int = 2
+    """Newest checkpoints to keep."""
+    device: str = "auto"
+    """cpu, cuda, cuda:1, mps; auto takes cuda, else mps, else cpu."""
+    init_from: Path | None = None
+    """Checkpoint folder, run folder or .safetensors file whose weights the run starts from."""
+
+    def __post_init__(self) -> None:
+        for name in _COUNTS:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.seed < 0:
+            raise ValueError(f"seed must not be negative, got {self.seed}")
+        if self.batch_size % self.grad_accumulation:
+            raise ValueError(
+                f"batch_size {self.batch_size} is not divisible by grad_accumulation {self.grad_accumulation}"
+            )
+        if self.clip is not None and not self.clip > 0:
+            raise ValueError(f"clip must be above 0, or none, got {self.clip}")
+        if self.schedule.warmup > self.steps:
+            raise ValueError(f"schedule.warmup {self.schedule.warmup} is longer than the run of {self.steps} steps")
+        if self.data.seq_len > self.model.max_seq_len:
+            raise ValueError(
+                f"data.seq_len {self.data.seq_len} is above model.max_seq_len {self.model.max_seq_len}; change one"
+            )
+
+
+def resolve(config: TrainConfig, data: Data) -> TrainConfig:
+    """The config with the data's vocabulary size in the model; this is the one that a run writes."""
+    return replace(config, model=replace(config.model, vocab_size=data.vocab_size))
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device that ``name`` means, auto being cuda, else mps, else cpu; raises ValueError if it is not there.
+
+    >>> resolve_device("cpu")
+    device(type='cpu')
+    """
+    if name == "auto":
+        best = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+        return torch.device(best)
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {name!r} is not available here: {str(error).splitlines()[0]}") from None
+    return device

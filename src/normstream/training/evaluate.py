@@ -1,0 +1,97 @@
+"""The loss of a model on held-out text.
+
+Shape suffixes: B batch, T sequence, V vocabulary.
+"""
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from normstream.data import Batch, PackedTokens
+from normstream.models import DecoderLM
+from normstream.training.config import Precision
+
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
+    """The context in which a forward pass has this precision.
+
+    >>> autocast("fp32", torch.device("cpu")).__class__.__name__
+    'nullcontext'
+    """
+    return nullcontext() if precision == "fp32" else torch.autocast(device.type, _AUTOCAST[precision])
+
+
+def loss_sum(model: DecoderLM, batch: Batch) -> Tensor:
+    """The sum of the cross-entropies of all targets that count (those that are not -100), in float32 or float64."""
+    logits_BTV = model(batch.inputs_BT, documents_BT=batch.documents_BT, positions_BT=batch.positions_BT)
+    high = torch.float64 if logits_BTV.dtype == torch.float64 else torch.float32
+    return F.cross_entropy(logits_BTV.flatten(0, 1).to(high), batch.targets_BT.flatten(), reduction="sum")
+
+
+def eval_batches(packed: PackedTokens, batch_size: int, batches: int | None) -> list[Batch]:
+    """``batches`` batches of samples spread evenly over the text, all samples in order if None or if there are no more.
+
+    Raises:
+        ValueError: if the text has no sample.
+    """
+    n = len(packed) if batches is None else min(len(packed), batches * batch_size)
+    if n == 0:
+        raise ValueError(f"text of {len(packed.tokens)} tokens is shorter than one sample of {packed.seq_len + 1}")
+    samples = np.arange(n) * len(packed) // n
+    return [packed.batch(samples[start : start + batch_size]) for start in range(0, n, batch_size)]
+
+
+@torch.no_grad()
+def mean_loss(model: DecoderLM, batches: list[Batch], precision: Precision = "fp32") -> float:
+    """The loss per target over batches, in evaluation mode; the mode of the model is restored."""
+    device = next(model.parameters()).device
+    was_training = model.training
+    model.eval()
+    try:
+        with autocast(precision, device):
+            sums = [loss_sum(model, batch.to(device)).double() for batch in batches]
+    finally:
+        model.train(was_training)
+    targets = sum(int((batch.targets_BT >= 0).sum()) for batch in batches)
+    return (torch.stack(sums).sum() / targets).item()
+
+
+def evaluate(
+    model: DecoderLM,
+    packed: PackedTokens,
+    *,
+    batch_size: int = 8,
+    batches: int | None = None,
+    precision: Precision = "fp32",
+) -> dict[str, float]:
+    """Loss (nats a token), perplexity (``exp(loss)``) and bits per byte (``loss / (ln 2 * bytes per token)``).
+
+    Args:
+        model: on any device; its mode is restored.
+        packed: the text.
+        batch_size: samples at a time.
+        batches: how many batches, spread evenly over the text; all if None.
+        precision: fp32, or autocast to bf16 or fp16.
+
+    Raises:
+        ValueError: if the text is shorter than one sample.
+
+    >>> import normstream
+    >>> model = DecoderLM(normstream.DecoderConfig(vocab_size=257, dim=8, n_layers=1, n_heads=2))
+    >>> normstream.initialize(model, seed=0)
+    >>> scores = evaluate(model, PackedTokens(np.arange(100), seq_len=10, eot=256, n_bytes=100))
+    >>> abs(scores["bits_per_byte"] - 8.0) < 0.5  # an untrained model guesses
+    True
+    """
+    loss = mean_loss(model, eval_batches(packed, batch_size, batches), precision)
+    return {
+        "loss": loss,
+        "perplexity": math.exp(loss) if loss < 700 else math.inf,
+        "bits_per_byte": loss / (math.log(2) * packed.bytes_per_token),
+    }

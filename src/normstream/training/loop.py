@@ -1,0 +1,317 @@
+"""Training: batches in, updates, rows of metrics, checkpoints, a result."""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from normstream.data import Data, Loader, load_data
+from normstream.init import initialize
+from normstream.models import DecoderLM
+from normstream.training.checkpoint import (
+    Checkpoint,
+    load_model_tensors,
+    load_optimizer_tensors,
+    model_tensors,
+    optimizer_tensors,
+    save_checkpoint,
+)
+from normstream.training.config import TrainConfig, resolve, resolve_device
+from normstream.training.config_file import config_to_dict, config_to_yaml
+from normstream.training.divergence import MAX_SKIPS_IN_A_ROW, collapsed, nonfinite_cause, token_counts, unigram_loss
+from normstream.training.evaluate import eval_batches, mean_loss
+from normstream.training.files import write_text
+from normstream.training.init_from import init_from
+from normstream.training.metrics import MetricsWriter, finite
+from normstream.training.probes import LayerProbe
+from normstream.training.progress import Progress
+from normstream.training.resume import check_changes, newest_intact
+from normstream.training.run_folder import RunFolder, RunResult, environment
+from normstream.training.signals import Interrupted, StopSignals
+from normstream.training.step import Update, Updater
+
+OnRow = Callable[[dict[str, Any]], None]
+
+
+def train(
+    config: TrainConfig,
+    run_dir: Path,
+    *,
+    resume: bool = False,
+    accept_changes: bool = False,
+    data: Data | None = None,
+    on_row: OnRow | None = None,
+) -> RunResult:
+    """Trains a model and leaves everything about it in a run folder (see ``normstream.training.run_folder``).
+
+    Args:
+        config: the run; its model.vocab_size is taken from the data.
+        run_dir: a new folder, or with ``resume`` that of the run to go on with. A run that was killed goes on from its
+            newest checkpoint, one that has ended returns its result, and where there is none yet one is started.
+        resume: see there.
+        accept_changes: resume although the config differs in the learning rate, schedule, steps or the like.
+        data: what ``load_data(config.data)`` would give, to load it once for many runs.
+        on_row: called with every row of metrics after it is written.
+
+    Raises:
+        ValueError: before any training, for a folder that exists, a config that does not fit the data or the run
+            that is resumed, and for damaged checkpoints.
+        OSError: for a full disk; earlier checkpoints are intact.
+        Interrupted: after SIGTERM or Ctrl-C, when the update in progress and a checkpoint are done.
+    """
+    run = RunFolder(run_dir)
+    exists = run.check(resume)
+    data = load_data(config.data) if data is None else data
+    if data.config != config.data:
+        raise ValueError(f"the data given was loaded with another config: {data.config}, expected {config.data}")
+    config = resolve(config, data)
+    device = resolve_device(config.device)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), StopSignals() as stop:
+        if exists and (result := _finished(run, config, accept_changes)) is not None:
+            return result
+        trainer = Trainer(config, run, data, device, on_row)
+        try:
+            trainer.go_on(accept_changes) if exists else trainer.start()
+            return trainer.run_to_end(stop)
+        finally:
+            trainer.close()
+
+
+def _finished(run: RunFolder, config: TrainConfig, accept_changes: bool) -> RunResult | None:
+    """The result of a run that has ended; None, with the old result set aside, if changes make it go on."""
+    result = run.read_result()
+    if result is not None and check_changes(run.read_config(), config, result.steps, accept_changes):
+        run.result.rename(run.result.with_name(f"result_after_step_{result.steps:08d}.json"))
+        return None
+    return result
+
+
+class Trainer:
+    """One run in progress: the model, its updater, its data and its folder."""
+
+    def __init__(self, config: TrainConfig, run: RunFolder, data: Data, device: torch.device, on_row: OnRow | None):
+        self.config, self.run, self.data, self.device, self.on_row = config, run, data, device, on_row
+        self.loader = Loader(data.train, config.batch_size, config.seed)
+        self.eval_batches = eval_batches(data.validation, config.batch_size, config.eval_batches)
+        self.model = DecoderLM(config.model)
+        initialize(self.model, config.seed)
+        self.progress = Progress.new(data.vocab_size)
+        self.metrics: MetricsWriter | None = None
+        self.updater: Updater
+
+    def start(self) -> None:
+        """Starts a new run: fresh or given weights, a new folder."""
+        report = None if self.config.init_from is None else init_from(self.model, self.config.init_from)
+        self._to_device()
+        parameters, non_embedding = _sizes(self.model)
+        info = {
+            "environment": environment() | {"device": str(self.device)},
+            "corpus_hash": self.data.corpus_hash,
+            "train_tokens": len(self.data.train.tokens),
+            "validation_tokens": len(self.data.validation.tokens),
+            "tokenizer": self.data.tokenizer.name,
+            "parameters": parameters,
+            "non_embedding_parameters": non_embedding,
+            "init_from": None if report is None else asdict(report),
+        }
+        self.run.create(self.config, info)
+        self.metrics = MetricsWriter(self.run.metrics)
+
+    def go_on(self, accept_changes: bool) -> None:
+        """Continues the run in the folder from its newest intact checkpoint, or starts it anew if it has none."""
+        old = self.run.read_config()
+        checkpoint, problems = newest_intact(self.run)
+        step = 0 if checkpoint is None else checkpoint.step
+        changed = check_changes(old, self.config, step, accept_changes)
+        if old != self.config:
+            self.run.config.rename(self.run.config.with_name(f"config_before_step_{step + 1:08d}.yaml"))
+            write_text(self.run.config, config_to_yaml(self.config))
+        if checkpoint is None:
+            self.start()
+        else:
+            self._to_device()
+            self._restore(checkpoint)
+        if changed:
+            self._event(step, "config_changed", changed)
+        for problem in problems:
+            self._event(step, "damaged_checkpoint", problem)
+
+    def _to_device(self) -> None:
+        self.model.to(self.device).train()
+        self.updater = Updater(self.model, self.config)
+
+    def _restore(self, checkpoint: Checkpoint) -> None:
+        """Loads a checkpoint, and drops the rows of metrics written after it."""
+        state = checkpoint.state
+        if state["corpus_hash"] != self.data.corpus_hash:
+            raise ValueError(f"the text has changed since {checkpoint.path} was saved: its hash is another one")
+        load_model_tensors(self.model, checkpoint.model, checkpoint.path)
+        load_optimizer_tensors(self.updater.optimizer, checkpoint.optimizer)
+        if state["scaler"]:
+            self.updater.scaler.load_state_dict(state["scaler"])
+        self.progress = Progress.from_state(state["progress"])
+        self.metrics = MetricsWriter(self.run.metrics, state["metrics_bytes"])
+
+    def run_to_end(self, stop: StopSignals) -> RunResult:
+        """Does the remaining updates; returns the result, or raises Interrupted after a signal."""
+        config, progress = self.config, self.progress
+        began = time.perf_counter() - progress.seconds
+        while progress.step < config.steps:
+            step = progress.step + 1
+            cause = self._update(step)
+            progress.seconds = time.perf_counter() - began
+            if cause is not None:
+                return self._finish(None, step, cause)
+            progress.step = step
+            last = step == config.steps
+            if last or step % config.eval_every == 0:
+                self._evaluate(step)
+            progress.seconds = time.perf_counter() - began
+            if last or step % config.checkpoint_every == 0 or stop.received is not None:
+                path = self.save()
+                if stop.received is not None and not last:
+                    raise Interrupted(stop.received, step, path)
+        return self._finish(progress.val_loss, *self._verdict())
+
+    def _update(self, step: int) -> str | None:
+        """Does one update and writes its rows; returns why the run cannot go on, or None."""
+        config = self.config
+        started = time.perf_counter()
+        batch = self.loader.batch(step - 1)
+        layers = None
+        if step % config.stats_every == 0 or step == config.steps:
+            with LayerProbe(self.model) as probe:
+                update = self.updater(step, batch, probe)
+            layers = probe.row(step)
+        else:
+            update = self.updater(step, batch)
+        seconds = time.perf_counter() - started
+
+        spike = self.progress.count(step, update, seconds)
+        self._write(self._train_row(step, update, batch.inputs_BT.numel(), seconds))
+        if layers is not None:
+            self._write(layers)
+        if spike:
+            self._event(step, "spike", f"training loss {update.loss:.4g} is far above those before it")
+        return None if update.applied else self._not_applied(step, update)
+
+    def _train_row(self, step: int, update: Update, batch_tokens: int, seconds: float) -> dict[str, Any]:
+        row = {
+            "kind": "train",
+            "step": step,
+            "loss": update.loss,
+            "lr": update.lr,
+            "grad_norm": update.grad_norm,
+            "tokens": step * batch_tokens,
+            "tokens_per_second": round(batch_tokens / seconds, 1),
+        }
+        if self.updater.scaler.is_enabled():
+            row |= {"loss_scale": self.updater.scaler.get_scale(), "skipped": self.progress.skipped}
+        return row
+
+    def _not_applied(self, step: int, update: Update) -> str | None:
+        """Records a skipped update, or that the run is over, with the cause."""
+        cause = nonfinite_cause(update.loss, update.grad_norm)
+        assert cause is not None
+        scaler = self.updater.scaler
+        if scaler.is_enabled() and math.isfinite(update.loss):
+            self._event(step, "skipped", f"{cause}; loss scale is now {scaler.get_scale():g}")
+            if self.progress.skipped_in_a_row < MAX_SKIPS_IN_A_ROW:
+                return None
+            cause = f"{MAX_SKIPS_IN_A_ROW} updates in a row skipped, the last since {cause}"
+        self._event(step, "nonfinite", cause)
+        return cause
+
+    def _evaluate(self, step: int) -> None:
+        loss = mean_loss(self.model, self.eval_batches, self.config.precision)
+        self.progress.evaluated(loss)
+        self._write({"kind": "eval", "step": step, "loss": loss})
+
+    def save(self) -> Path:
+        """Saves a checkpoint of the state after the last update; returns its folder."""
+        assert self.metrics is not None
+        state = {
+            "config": config_to_dict(self.config),
+            "corpus_hash": self.data.corpus_hash,
+            "metrics_bytes": self.metrics.sync(),
+            "scaler": self.updater.scaler.state_dict(),
+            "progress": self.progress.state(),
+        }
+        return save_checkpoint(
+            self.run.checkpoints,
+            self.progress.step,
+            model_tensors(self.model),
+            optimizer_tensors(self.updater.optimizer),
+            finite(state),
+            self.config.keep_checkpoints,
+        )
+
+    def _verdict(self) -> tuple[int | None, str | None]:
+        """Step and cause of the divergence of a run that did all its updates, or twice None."""
+        progress = self.progress
+        cause, step = progress.divergence.cause(), progress.divergence.above_since
+        if cause is None and progress.val_loss is not None and not math.isfinite(progress.val_loss):
+            cause, step = f"validation loss is {progress.val_loss}", progress.step
+        if cause is not None:
+            self._event(progress.step, "diverged", cause)
+        return step, cause
+
+    def _finish(self, val_loss: float | None, diverged_step: int | None, cause: str | None) -> RunResult:
+        """Judges the run and writes result.json."""
+        progress = self.progress
+        tokens = progress.step * self.config.batch_size * self.config.data.seq_len
+        parameters, non_embedding = _sizes(self.model)
+        baseline = self._unigram_loss()
+        result = RunResult(
+            steps=progress.step,
+            train_loss=progress.divergence.mean() if progress.divergence.recent else None,
+            val_loss=finite(val_loss),
+            best_val_loss=progress.best_val_loss,
+            diverged=cause is not None,
+            diverged_step=diverged_step,
+            cause=cause,
+            collapsed=collapsed(val_loss, baseline, progress.step),
+            unigram_loss=baseline,
+            spikes=progress.spikes.count,
+            skipped=progress.skipped if self.updater.scaler.is_enabled() else 0,
+            tokens_per_second=round(tokens / progress.update_seconds, 1),
+            seconds=round(progress.seconds, 3),
+            parameters=parameters,
+            non_embedding_parameters=non_embedding,
+        )
+        if result.collapsed:
+            cause = f"validation loss {val_loss:.4g} is hardly below that of token frequencies, {baseline:.4g}"
+            self._event(progress.step, "collapsed", cause)
+        if self.metrics is not None:
+            self.metrics.sync()
+        self.run.write_result(result)
+        return result
+
+    def _unigram_loss(self) -> float:
+        targets = np.concatenate([batch.targets_BT.flatten().numpy() for batch in self.eval_batches])
+        return unigram_loss(token_counts(self.data.train.tokens, self.data.vocab_size), targets[targets >= 0])
+
+    def _event(self, step: int, event: str, cause: str) -> None:
+        self._write({"kind": "event", "step": step, "event": event, "cause": cause})
+
+    def _write(self, row: dict[str, Any]) -> None:
+        assert self.metrics is not None
+        self.metrics.write(row)
+        if self.on_row is not None:
+            self.on_row(row)
+
+    def close(self) -> None:
+        """Closes the metrics file."""
+        if self.metrics is not None:
+            self.metrics.close()
+
+
+def _sizes(model: DecoderLM) -> tuple[int, int]:
+    """Number of parameters, and the same without the embedding matrix."""
+    total = sum(p.numel() for p in model.parameters())
+    return total, total - model.tok_embeddings.weight.numel()

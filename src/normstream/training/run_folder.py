@@ -1,0 +1,131 @@
+"""The folder of a run.
+
+    config.yaml     the resolved config; `normstream train --config` starts the same run from it
+    run.json        versions, machine, corpus hash, parameter counts, where the weights came from
+    metrics.jsonl   see normstream.training.metrics
+    checkpoints/    see normstream.training.checkpoint
+    result.json     once the run has ended
+
+A folder that exists is never written to, unless to resume the run in it.
+"""
+
+import os
+import platform
+import sys
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from normstream.__about__ import __version__
+from normstream.training.config import TrainConfig
+from normstream.training.config_file import config_from_yaml, config_to_yaml
+from normstream.training.files import read_json, write_json, write_text
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How a run ended; result.json has the same keys."""
+
+    steps: int
+    """Updates done."""
+    train_loss: float | None
+    """Mean training loss of the last 20 updates; None if there was no finite one."""
+    val_loss: float | None
+    """Validation loss after the last step; None if the run stopped before."""
+    best_val_loss: float | None
+    """Lowest validation loss seen."""
+    diverged: bool
+    """As defined in normstream.training.divergence."""
+    diverged_step: int | None
+    """When."""
+    cause: str | None
+    """Why."""
+    collapsed: bool
+    """Whether the model learnt no more than token frequencies, as defined there."""
+    unigram_loss: float
+    """Validation loss of a model that knows only token frequencies."""
+    spikes: int
+    """Training losses that count as spikes by normstream.training.spikes."""
+    skipped: int
+    """Updates skipped for a gradient that was not finite (fp16)."""
+    tokens_per_second: float
+    """Tokens a second over all updates, without evaluations and checkpoints."""
+    seconds: float
+    """Time of all that, evaluations and checkpoints included, summed over interruptions."""
+    parameters: int
+    """Number of parameters, a tied matrix once."""
+    non_embedding_parameters: int
+    """The same without the embedding matrix."""
+
+
+class RunFolder:
+    """Paths inside a run folder, and its files that are written once.
+
+    >>> RunFolder(Path("runs/a")).metrics.as_posix()
+    'runs/a/metrics.jsonl'
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config, self.info, self.metrics = path / "config.yaml", path / "run.json", path / "metrics.jsonl"
+        self.checkpoints, self.result = path / "checkpoints", path / "result.json"
+
+    def check(self, resume: bool) -> bool:
+        """Whether there is a run to resume here.
+
+        Raises:
+            ValueError: if the folder exists and ``resume`` is false, or if it is no run's folder.
+        """
+        if not self.path.exists() or (resume and self.path.is_dir() and not any(self.path.iterdir())):
+            return False
+        if not resume:
+            raise ValueError(f"run folder {self.path} exists already; choose another one, or resume the run in it")
+        if not self.config.is_file():
+            raise ValueError(f"cannot resume: {self.path} has no config.yaml, so it is no run folder")
+        return True
+
+    def create(self, config: TrainConfig, info: dict[str, Any]) -> None:
+        """Makes the folder with its config and run.json."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_text(self.config, config_to_yaml(config))
+        write_json(self.info, info)
+
+    def read_config(self) -> TrainConfig:
+        """The config that the run was started with; raises ValueError that names the file."""
+        try:
+            return config_from_yaml(self.config.read_text(encoding="utf-8"), TrainConfig)
+        except ValueError as error:
+            raise ValueError(f"{self.config}: {error}") from error
+
+    def read_result(self) -> RunResult | None:
+        """How the run ended, None if it has not."""
+        return RunResult(**read_json(self.result)) if self.result.is_file() else None
+
+    def write_result(self, result: RunResult) -> None:
+        """Writes result.json."""
+        write_json(self.result, asdict(result))
+
+
+def environment() -> dict[str, Any]:
+    """Versions and machine, as run.json records them.
+
+    >>> environment()["normstream"] == __version__
+    True
+    """
+    return {
+        "normstream": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "platform": platform.platform(),
+        "processor": platform.processor() or platform.machine(),
+        "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "command": sys.argv,
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+    }

@@ -1,0 +1,65 @@
+from normstream.lab.panels import DEPTH, Line, Lines, common_limits
+from normstream.lab.plots import loss_limits, pictures, ratios
+from normstream.lab.style import COLOURS, SPARE_COLOURS, looks
+
+
+def one_line(*values: float) -> Lines:
+    look = looks(["pre"])["pre"]
+    return {0.01: [Line(look, (dict(enumerate(values)),))]}
+
+
+def test_a_placement_has_one_colour_whatever_it_is_compared_with():
+    alone, together = looks(["siamese"]), looks(["other", "post", "siamese", "siamese(depth_scale=paper)"])
+    assert alone["siamese"] == together["siamese"]
+    assert len({look.colour for look in together.values()}) == 4
+
+
+def test_colours_stand_out_on_white():
+    """Contrast of at least 3:1 with white, as WCAG 2.1 asks of graphics."""
+
+    def linear(channel: int) -> float:
+        c = channel / 255
+        return c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4
+
+    for colour in (*COLOURS.values(), *SPARE_COLOURS):
+        red, green, blue = (linear(int(colour[i : i + 2], 16)) for i in (1, 3, 5))
+        assert 1.05 / (0.2126 * red + 0.7152 * green + 0.0722 * blue + 0.05) >= 3.0, colour
+
+
+def test_mean_and_band_over_the_seeds_that_have_a_value():
+    line = Line(looks(["pre"])["pre"], ({1: 2.0, 2: 4.0}, {1: 4.0}))
+    assert line.over_seeds(max) == {1: 4.0, 2: 4.0}
+    assert line.over_seeds(min) == {1: 2.0, 2: 4.0}
+
+
+def test_a_tiny_value_does_not_flatten_the_others():
+    low, high = common_limits(one_line(1.0, 0.1, 1e-20), log=True)
+    assert 0.1 / DEPTH < low < 1 / DEPTH < 1 < high
+
+
+def test_limits_hold_everything_else():
+    for values in ((2.0, 3.0), (2.0, 2.0), (0.0, 0.0)):
+        low, high = common_limits(one_line(*values), log=False)
+        assert low < min(values) <= max(values) < high
+    low, high = common_limits(one_line(0.0, 0.0), log=True)
+    assert 0 < low < high
+
+
+def test_loss_limits_show_the_ends_and_not_a_diverged_run(made_up_summary):
+    runs = made_up_summary({("pre", 0.1): [2.0], ("post", 0.1): [40.0]})["runs"]
+    runs[1]["diverged"] = True
+    low, high = loss_limits(runs, unigram_loss=3.0)
+    assert low < 2.0 < 3.0 < high < 4.0
+
+
+def test_ratio_of_the_streams_layer_by_layer():
+    assert ratios([1.0, 3.0, None, 1.0], [2.0, 1.5, 1.0, 0.0]) == {0: 0.5, 1: 2.0}
+
+
+def test_the_picture_by_layer_says_when_it_is_cut(summary):
+    def explanation() -> str:
+        return next(picture.explanation for picture in pictures(summary) if picture.name == "gradient-by-layer")
+
+    assert "goes on below" not in explanation()
+    summary["runs"][0]["layers"]["grad_norm"][0] = 1e-12
+    assert "1e-6 times its largest value" in explanation()

@@ -1,0 +1,60 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from normstream import DecoderConfig, DecoderLM, initialize
+from normstream.data import Data, PackedTokens
+from normstream.training import evaluate
+from normstream.training.evaluate import eval_batches
+
+
+@pytest.fixture
+def model() -> DecoderLM:
+    made = DecoderLM(DecoderConfig(placement="pre", dim=16, n_layers=1, n_heads=2, dropout=0.5))
+    initialize(made, seed=0)
+    return made
+
+
+def test_every_target_counts_once(model: DecoderLM, data: Data):
+    scores = evaluate(model, data.validation, batch_size=7)
+    model.eval()
+    total, n = 0.0, 0
+    for i in range(len(data.validation)):
+        row = data.validation.sample(i)
+        logits = model(row.inputs_BT, documents_BT=row.documents_BT)[0]
+        total += F.cross_entropy(logits.double(), row.targets_BT[0], ignore_index=-100, reduction="sum").item()
+        n += int((row.targets_BT != -100).sum())
+    assert scores["loss"] == pytest.approx(total / n, rel=1e-6)
+    assert scores["perplexity"] == pytest.approx(math.exp(total / n), rel=1e-5)
+
+
+def test_a_uniform_guess(model: DecoderLM):
+    with torch.no_grad():
+        model.tok_embeddings.weight.zero_()
+    # 100 tokens that stand for 250 bytes
+    packed = PackedTokens(np.arange(100), seq_len=9, eot=256, n_bytes=250)
+    scores = evaluate(model, packed)
+    assert scores["loss"] == pytest.approx(math.log(257))
+    assert scores["perplexity"] == pytest.approx(257)
+    assert scores["bits_per_byte"] == pytest.approx(math.log2(257) / 2.5)
+
+
+def test_mode_is_restored_and_dropout_is_off(model: DecoderLM, data: Data):
+    model.train()
+    assert evaluate(model, data.validation) == evaluate(model, data.validation)
+    assert model.training
+
+
+def test_batches_are_spread_over_the_text(data: Data):
+    batches = eval_batches(data.validation, batch_size=2, batches=3)
+    n = len(data.validation)
+    expected = torch.cat([data.validation.sample(i * n // 6).inputs_BT for i in range(6)])
+    assert torch.equal(torch.cat([batch.inputs_BT for batch in batches]), expected)
+
+
+def test_text_without_a_sample(model: DecoderLM):
+    with pytest.raises(ValueError, match="shorter than one sample of 9"):
+        evaluate(model, PackedTokens(np.arange(5), seq_len=8, eot=256, n_bytes=5))

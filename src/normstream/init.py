@@ -43,6 +43,7 @@ def initialize(model: DecoderLM, seed: int) -> None:
     cut = 3.0 if scheme == "megatron_full" else None
     branch_std = config.init_std if scheme == "plain" else config.init_std / math.sqrt(2 * config.n_layers)
 
+    model.tie()
     outputs = _branch_outputs(model)
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear | nn.Embedding):

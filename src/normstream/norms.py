@@ -26,6 +26,9 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from normstream.names import check_choice
+
+Kind = Literal["rms", "layer"]
 Gain = Literal["plain", "zero_centered", "none"]
 CastOrder = Literal["after_gain", "before_gain", "gain_dtype"]
 
@@ -37,8 +40,10 @@ class _GainNorm(nn.Module):
         super().__init__()
         if dim < 1:
             raise ValueError(f"a norm needs a width of at least 1, got {dim}")
-        if not isinstance(eps, float | int) or not eps >= 0:
+        if not isinstance(eps, float | int) or not 0 <= eps < float("inf"):
             raise ValueError(f"eps must be an explicit number >= 0, got {eps!r}; take it from the model's own config")
+        check_choice("gain", gain, Gain)
+        check_choice("cast", cast, CastOrder)
         self.dim, self.eps, self.gain, self.cast = dim, float(eps), gain, cast
         self.weight = None if gain == "none" else nn.Parameter(torch.empty(dim))
         self.bias = nn.Parameter(torch.empty(dim)) if bias else None
@@ -141,7 +146,7 @@ class NormConfig:
     LayerNorm(8, eps=1e-06, gain=plain, bias=True, cast=after_gain)
     """
 
-    kind: Literal["rms", "layer"] = "rms"
+    kind: Kind = "rms"
     """RMSNorm or LayerNorm."""
     eps: float = 1e-5
     """Added inside the root."""
@@ -153,6 +158,9 @@ class NormConfig:
     """Whether a LayerNorm has a bias; an RMSNorm has none."""
 
     def __post_init__(self) -> None:
+        check_choice("norm.kind", self.kind, Kind)
+        check_choice("norm.gain", self.gain, Gain)
+        check_choice("norm.cast", self.cast, CastOrder)
         if self.kind == "rms" and self.bias:
             raise ValueError("an RMSNorm has no bias; set norm.kind to layer or norm.bias to false")
 

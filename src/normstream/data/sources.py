@@ -12,7 +12,7 @@ from normstream.data.books import read_books
 from normstream.data.config import DataConfig
 from normstream.data.documents import Document
 from normstream.data.extras import import_extra
-from normstream.data.names import nearest
+from normstream.names import nearest
 
 HF_PREFIX = "hf:"
 BUILT_IN = ("stdlib", "books")

@@ -1,10 +1,15 @@
 """The decoder's configuration and its checks."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
 from normstream.layers import Activation, default_ffn_dim
+from normstream.names import check_choice
 from normstream.norms import NormConfig
+from normstream.placements import DEFAULT, InitScheme, InnerNorms, get
+
+FromPlacement = Literal["placement"]
 
 
 @dataclass(frozen=True)
@@ -17,7 +22,7 @@ class DecoderConfig:
     16
     """
 
-    placement: str = "siamese"
+    placement: str = DEFAULT
     """Where the norms sit: a name from `normstream list`, with options as in siamese(depth_scale=paper)."""
     vocab_size: int = 257
     """Number of tokens; training sets it from the tokenizer."""
@@ -41,7 +46,7 @@ class DecoderConfig:
     """Base of the rotary position embedding."""
     norm: NormConfig = field(default_factory=NormConfig)
     """Conventions of every norm."""
-    qkv_norm: Literal["placement", "none", "qk", "qkv"] = "placement"
+    qkv_norm: Literal[FromPlacement, InnerNorms] = "placement"
     """Per-head norms inside attention; placement takes what the placement's recipe says."""
     bias: bool = False
     """Whether the matrices of the sublayers have biases."""
@@ -49,7 +54,7 @@ class DecoderConfig:
     """Whether the output head shares the embedding matrix."""
     embedding_multiplier: float = 1.0
     """Factor on the token embedding (Gemma: the square root of dim)."""
-    init: Literal["placement", "plain", "gpt2", "megatron_full"] = "placement"
+    init: Literal[FromPlacement, InitScheme] = "placement"
     """Initialization; placement takes what the placement's recipe says."""
     init_std: float = 0.02
     """Standard deviation of the initial matrices, before any depth scaling."""
@@ -59,24 +64,29 @@ class DecoderConfig:
     """Drop-path rate of the last block's updates, growing linearly from 0 in the first."""
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "dim", "n_layers", "n_heads", "max_seq_len"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        get(self.placement)
+        check_choice("activation", self.activation, Activation)
+        check_choice("qkv_norm", self.qkv_norm, Literal[FromPlacement, InnerNorms])
+        check_choice("init", self.init, Literal[FromPlacement, InitScheme])
+        sizes = ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "max_seq_len")
+        for name in sizes:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        for name in ("rope_theta", "embedding_multiplier", "init_std"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be a positive number, got {getattr(self, name)}")
+        for name in ("dropout", "drop_path"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
         if self.head_dim is None and self.dim % self.n_heads:
             raise ValueError(f"dim {self.dim} is not divisible by n_heads {self.n_heads}; change one or give head_dim")
         if self.resolved_head_dim % 2:
             raise ValueError(
                 f"rotary positions need an even head_dim, got {self.resolved_head_dim}; change dim, n_heads or head_dim"
             )
-        if self.resolved_kv_heads < 1 or self.n_heads % self.resolved_kv_heads:
+        if self.n_heads % self.resolved_kv_heads:
             raise ValueError(f"n_heads {self.n_heads} is not divisible by n_kv_heads {self.resolved_kv_heads}")
-        if self.ffn_dim is not None and self.ffn_dim < 1:
-            raise ValueError(f"ffn_dim must be at least 1, got {self.ffn_dim}")
-        if not self.init_std > 0:
-            raise ValueError(f"init_std must be positive, got {self.init_std}")
-        for name in ("dropout", "drop_path"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
 
     @property
     def resolved_head_dim(self) -> int:

@@ -46,7 +46,11 @@ class DecoderLM(nn.Module):
             for layer in range(config.n_layers)
         )
         self.lm_head = nn.Linear(config.dim, config.vocab_size, bias=False)
-        if config.tied:
+        self.tie()
+
+    def tie(self) -> None:
+        """Makes the head share the embedding matrix if the configuration says so; to repeat after ``to_empty``."""
+        if self.config.tied:
             self.lm_head.weight = self.tok_embeddings.weight
 
     def _attention(self, layer: int) -> Attention:

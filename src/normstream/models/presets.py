@@ -1,8 +1,7 @@
 """Sizes with names. Parameter counts are those of ``pre`` with the vocabulary given here."""
 
-import difflib
-
 from normstream.models.config import DecoderConfig
+from normstream.names import nearest
 
 PRESETS: dict[str, DecoderConfig] = {
     "tiny": DecoderConfig(dim=64, n_layers=12, n_heads=4, ffn_dim=192, vocab_size=257, tied=True),
@@ -16,7 +15,7 @@ PRESETS: dict[str, DecoderConfig] = {
         dim=2048, n_layers=16, n_heads=16, ffn_dim=8192, vocab_size=50_304, tied=False, max_seq_len=2048
     ),
 }
-"""tiny 0.6 M (CPU, minutes), 10m 10 M, 60m 64 M, 125m 124 M, 400m 389 M, 1.3b 1.28 B parameters."""
+"""tiny 0.66 M (CPU, minutes), 10m 10 M, 60m 64 M, 125m 124 M, 400m 389 M, 1.3b 1.28 B parameters."""
 
 
 def preset(name: str) -> DecoderConfig:
@@ -26,7 +25,5 @@ def preset(name: str) -> DecoderConfig:
     2048
     """
     if name not in PRESETS:
-        close = difflib.get_close_matches(name, PRESETS, n=1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
-        raise ValueError(f"unknown preset {name!r}; {hint}Known: {', '.join(PRESETS)}")
+        raise ValueError(f"unknown preset {name!r}; {nearest(name, PRESETS)}")
     return PRESETS[name]

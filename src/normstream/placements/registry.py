@@ -4,14 +4,13 @@ A package adds its own with the decorator ``register`` or with an entry point of
 whose object is a ``Placement`` subclass.
 """
 
-import difflib
 import functools
 import re
-from collections.abc import Iterable
 from dataclasses import fields
 from importlib.metadata import entry_points
 from typing import Any, TypeVar, get_args, get_type_hints
 
+from normstream.names import nearest
 from normstream.placements.placement import Placement
 
 ENTRY_POINT_GROUP = "normstream.placements"
@@ -79,17 +78,6 @@ def get(spec: str) -> Placement:
             raise ValueError(f"placement {name!r} has no option {key!r}; {nearest(key, known)}")
         options[key] = _parse(text, hints[key], f"option {key!r} of placement {name!r}")
     return placement(**options)
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of an error message: the nearest of the known names, and all of them.
-
-    >>> nearest("siamse", ["pre", "siamese"])
-    "did you mean 'siamese'? Known: pre, siamese"
-    """
-    known = list(known)
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-    return (f"did you mean {close[0]!r}? " if close else "") + f"Known: {', '.join(known) or 'none'}"
 
 
 def _parse(text: str, hint: Any, what: str) -> Any:

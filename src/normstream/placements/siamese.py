@@ -76,7 +76,8 @@ class SiameseNorm(_Siamese):
     equation: ClassVar[str] = "x <- N_x(x + o/c), y <- y + o;  z = N_in(x + N_y(y));  c = sqrt(2(l+1))"
     code: ClassVar[str] = "Qwen-Applications/SiameseNorm:deit-model-siamesenorm.py"
     differs: ClassVar[str] = (
-        "paper: c = sqrt(l+1), raw embedding on x, read-out x + N(y), input norm as an add-on; the defaults are the code's"
+        "paper: c = sqrt(l+1), raw embedding on x, read-out x + N(y), input norm as an add-on; "
+        "the defaults are the code's"
     )
 
     def read(self, slot: Slot, build: Build) -> Read:

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import yaml
 
-from normstream.placements.registry import nearest
+from normstream.names import nearest
 
 T = TypeVar("T")
 

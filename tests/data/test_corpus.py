@@ -107,7 +107,7 @@ def test_a_wrong_tokenizer_is_found_before_the_source_is_read() -> None:
         ({"seq_len": 0}, "seq_len must be at least 1, got 0"),
         ({"validation_fraction": 0.0}, "between 0 and 1, got 0.0"),
         ({"validation_fraction": 1.0}, "between 0 and 1, got 1.0"),
-        ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
+        ({"max_bytes": 0}, "max_bytes must be at least 1, got 0"),
     ],
 )
 def test_numbers_out_of_range(options: dict[str, Any], message: str) -> None:

@@ -171,8 +171,8 @@ def test_hf_streams_no_more_than_it_needs(monkeypatch: pytest.MonkeyPatch) -> No
             yield {"text": f"{number:09d}"}  # 10 tokens with end-of-text
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    assert len(texts("hf:owner/name:subset", max_tokens=45)) == 4
+    assert len(texts("hf:owner/name:subset", max_bytes=45)) == 4
     assert calls == [(("owner/name", "subset"), {"split": "train", "streaming": True})]
     assert len(served) == 5
-    texts("hf:owner/name", max_tokens=10)
+    texts("hf:owner/name", max_bytes=10)
     assert calls[1][0] == ("owner/name", None)

@@ -167,7 +167,7 @@ def test_nothing_runs_in_a_folder_that_is_in_use(config, monkeypatch):
     called = trained_by(monkeypatch, lambda *_, **__: None)
     config.out.mkdir()
     (config.out / "precious.txt").write_text("mine")
-    with pytest.raises(ValueError, match="exists already; choose another one, or resume"):
+    with pytest.raises(ValueError, match="exists already; choose another one"):
         quietly(config)
     with pytest.raises(ValueError, match=r"has no summary\.json"):
         quietly(config, resume=True)

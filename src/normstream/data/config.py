@@ -1,6 +1,9 @@
 """Which text a model is trained on, and how the text is cut into samples."""
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from tyro.conf import arg
 
 
 @dataclass(frozen=True)
@@ -13,7 +16,7 @@ class DataConfig:
     'bytes'
     """
 
-    source: str = "stdlib"
+    source: Annotated[str, arg(aliases=("--data",))] = "stdlib"
     """stdlib (the sources of the running Python's standard library), books (extra [text]: three Bible versions and
     Shakespeare's plays), hf:NAME or hf:NAME:CONFIG (extra [hf]), or the path of a text file, .jsonl, .parquet (extra
     [parquet]), token shard (.npy, .bin), or folder of them."""
@@ -30,7 +33,7 @@ class DataConfig:
     """Let a token attend to, and be predicted from, the documents packed before it in its sample."""
     positions_per_document: bool = False
     """Count positions from the start of each document in a sample, not from the start of the sample."""
-    max_tokens: int = 32_000_000
+    max_bytes: int = 32_000_000
     """Stream documents of an hf: source up to this many bytes of text, which no byte-level tokenizer turns into more
     tokens; so the corpus does not depend on the tokenizer."""
 
@@ -39,5 +42,5 @@ class DataConfig:
             raise ValueError(f"seq_len must be at least 1, got {self.seq_len}")
         if not 0.0 < self.validation_fraction < 1.0:
             raise ValueError(f"validation_fraction must lie between 0 and 1, got {self.validation_fraction}")
-        if self.max_tokens < 1:
-            raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
+        if self.max_bytes < 1:
+            raise ValueError(f"max_bytes must be at least 1, got {self.max_bytes}")

@@ -109,7 +109,7 @@ def read_file(path: Path, key: str, text_column: str) -> Iterator[Document]:
 
 
 def read_hf(config: DataConfig) -> Iterator[Document]:
-    """The ``train`` split of a Hugging Face data set, streamed up to ``config.max_tokens`` bytes.
+    """The ``train`` split of a Hugging Face data set, streamed up to ``config.max_bytes`` bytes.
 
     Raises ImportError without the extra [hf], ValueError if the data set or the column is not found.
 
@@ -124,7 +124,7 @@ def read_hf(config: DataConfig) -> Iterator[Document]:
     datasets = import_extra("datasets", "hf")
     try:
         rows = iter(datasets.load_dataset(name, subset or None, split="train", streaming=True))
-        room = config.max_tokens
+        room = config.max_bytes
         for number, row in enumerate(rows, 1):
             document = _row_document(row, config.text_column, f"{config.source}, row {number}")
             room -= len(document.data) + 1

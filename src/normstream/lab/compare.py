@@ -135,7 +135,7 @@ def open_folder(out: Path, resume: bool) -> dict[str, Any] | None:
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return None
     if not resume:
-        raise ValueError(f"folder {out} exists already; choose another one, or resume the comparison in it")
+        raise ValueError(f"folder {out} exists already; choose another one (--out), or go on in it (--resume)")
     if not (out / "summary.json").is_file():
         raise ValueError(f"cannot resume: {out} has no summary.json, so no comparison was started in it")
     return read_summary(out / "summary.json")

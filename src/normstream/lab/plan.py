@@ -6,9 +6,14 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import arg
 
 from normstream import placements
 from normstream.lab.budget import parse_budget
+from normstream.models import DecoderConfig
+from normstream.optim import OptimizerConfig
 from normstream.training.config import TrainConfig
 
 
@@ -28,8 +33,8 @@ class CompareConfig:
     """Peak learning rates."""
     seeds: tuple[int, ...] = (0,)
     """Seeds of initialization and data order; results are averaged over them."""
-    base: TrainConfig = field(default_factory=TrainConfig)
-    """Everything the runs share; its placement, learning rate and seed are replaced."""
+    base: Annotated[TrainConfig, arg(name="")] = field(default_factory=TrainConfig)
+    """Everything the runs share; placement, learning rate and seed are given above."""
     out: Path = Path("runs/compare")
     """Folder for the run folders, summary.json, summary.csv and report.html."""
     budget: str | None = None
@@ -47,6 +52,14 @@ class CompareConfig:
         canonical = [str(placements.get(placement)) for placement in self.placements]
         for name, values in (("placement", canonical), ("learning rate", self.lrs), ("seed", self.seeds)):
             refuse_repeated(name, values)
+        replaced = (
+            ("seed", self.base.seed, TrainConfig.seed, "seeds"),
+            ("model.placement", self.base.model.placement, DecoderConfig.placement, "placements"),
+            ("optimizer.lr", self.base.optimizer.lr, OptimizerConfig.lr, "lrs"),
+        )
+        for name, value, default, instead in replaced:
+            if value != default:
+                raise ValueError(f"a comparison takes no {name} of its own, got {value}; give {instead}")
         if self.budget is not None:
             parse_budget(self.budget)
 

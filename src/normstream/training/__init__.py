@@ -5,6 +5,7 @@ from normstream.training.checkpoint import find_checkpoint as find_checkpoint
 from normstream.training.checkpoint import list_checkpoints as list_checkpoints
 from normstream.training.checkpoint import load_model as load_model
 from normstream.training.checkpoint import read_checkpoint as read_checkpoint
+from normstream.training.checkpoint import read_checkpoint_config as read_checkpoint_config
 from normstream.training.config import TrainConfig as TrainConfig
 from normstream.training.config import resolve as resolve
 from normstream.training.config import resolve_device as resolve_device

@@ -3,7 +3,8 @@
     checkpoints/step_00000300/
         model.safetensors      parameters (a tied one once, under its first name)
         optimizer.safetensors  optimizer state, as KEY/PARAMETER NAME
-        state.json             format, step, SHA-256 of both files, config, and the state of the run
+        tokenizer.json         the tokenizer, unless it is bytes
+        state.json             format, step, SHA-256 of both tensor files, config, and the state of the run
 
 A checkpoint is written under a temporary name, forced to the disk and renamed. Nothing in it can run code.
 """
@@ -14,7 +15,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from normstream.models import DecoderConfig, DecoderLM
+from normstream.training.config import TrainConfig
 from normstream.training.config_file import config_from_dict
-from normstream.training.files import read_json, sync, write_json
+from normstream.training.files import read_json, sync, write_json, write_text
 
 FORMAT = 1
 """Version of the layout above; a reader refuses every other."""
@@ -95,8 +97,11 @@ def save_checkpoint(
     optimizer: Mapping[str, Tensor],
     state: Mapping[str, Any],
     keep: int,
+    tokenizer: str | None = None,
 ) -> Path:
     """Writes ``folder/step_N`` and then removes all but the newest ``keep`` checkpoints.
+
+    ``tokenizer`` is the content of a tokenizer.json, or None for bytes.
 
     Raises:
         OSError: if it cannot be written, a full disk for instance; earlier checkpoints are then untouched and nothing
@@ -111,6 +116,8 @@ def save_checkpoint(
         for name, tensors in files.items():
             save_file(tensors, temporary / name)
             sync(temporary / name)
+        if tokenizer is not None:
+            write_text(temporary / "tokenizer.json", tokenizer)
         digests = {name: _sha256(temporary / name) for name in files}
         write_json(temporary / "state.json", {"format": FORMAT, "step": step, "sha256": digests, **state})
         for name in files:  # safetensors makes files that only their owner can read
@@ -179,6 +186,13 @@ def load_model(path: Path) -> DecoderLM:
     weights = path / "model.safetensors"
     load_model_tensors(model, _read_tensors(weights, state["sha256"][weights.name]), weights)
     return model.eval()
+
+
+def read_checkpoint_config(path: Path) -> TrainConfig:
+    """The config of the run that saved the checkpoint; its tokenizer is the one saved with it."""
+    config = config_from_dict(_read_state(path)["config"], TrainConfig)
+    saved = path / "tokenizer.json"
+    return replace(config, data=replace(config.data, tokenizer=str(saved))) if saved.is_file() else config
 
 
 def _read_state(path: Path) -> dict[str, Any]:

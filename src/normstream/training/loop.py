@@ -249,6 +249,7 @@ class Trainer:
             optimizer_tensors(self.updater.optimizer),
             finite(state),
             self.config.keep_checkpoints,
+            self.data.tokenizer.to_json(),
         )
 
     def _verdict(self) -> tuple[int | None, str | None]:

@@ -83,7 +83,9 @@ class RunFolder:
         if not self.path.exists() or (resume and self.path.is_dir() and not any(self.path.iterdir())):
             return False
         if not resume:
-            raise ValueError(f"run folder {self.path} exists already; choose another one, or resume the run in it")
+            raise ValueError(
+                f"run folder {self.path} exists already; choose another one (--out), or go on in it (--resume)"
+            )
         if not self.config.is_file():
             raise ValueError(f"cannot resume: {self.path} has no config.yaml, so it is no run folder")
         return True

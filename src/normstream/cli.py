@@ -1,0 +1,342 @@
+"""The command line: ``normstream COMMAND``. Each command is a dataclass whose fields are its options."""
+
+import os
+import platform
+import shlex
+import sys
+from dataclasses import asdict, dataclass, field, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any, Union
+
+import torch
+import tyro
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from tyro.conf import Positional, arg, subcommand
+
+from normstream import placements
+from normstream.__about__ import __version__
+from normstream.data import load_data, load_tokenizer, load_whole
+from normstream.generation import generate
+from normstream.lab import CompareConfig, compare, read_summary, write_report
+from normstream.lab.live import RunState, display
+from normstream.models import DecoderLM, preset
+from normstream.names import nearest
+from normstream.optim import group_table
+from normstream.training import (
+    TrainConfig,
+    config_from_yaml,
+    config_to_dict,
+    config_to_yaml,
+    environment,
+    evaluate,
+    find_checkpoint,
+    load_model,
+    read_checkpoint_config,
+    resolve,
+    resolve_device,
+    train,
+)
+
+console = Console(highlight=False)
+
+ConfigFile = Annotated[Path | None, arg(help="YAML file to start from, such as a run's config.yaml.")]
+PresetName = Annotated[str | None, arg(help="Model dimensions by name: tiny, 10m, 60m, 125m, 400m, 1.3b.")]
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train one model. The run folder gets its config, metrics, checkpoints and result."""
+
+    out: Path = Path("runs/train")
+    """Run folder; must not exist yet, unless to resume it."""
+    resume: bool = False
+    """Go on with the interrupted run in the folder, from its newest checkpoint."""
+    accept_changes: bool = False
+    """Resume although the learning rate, schedule or number of steps differs from the run's own."""
+    dry_run: bool = False
+    """Check everything and show the config, the data and the parameter groups, without training."""
+    config: ConfigFile = None
+    preset: PresetName = None
+    run: Annotated[TrainConfig, arg(name="")] = field(default_factory=TrainConfig)
+
+    def __call__(self) -> None:
+        if self.dry_run:
+            show_plan(self.run)
+            return
+        state = RunState(self.run.model.placement, self.run.optimizer.lr, self.run.seed, self.run.steps)
+        with display([state], console) as show:
+            show.start(0)
+            result = train(self.run, self.out, resume=self.resume, accept_changes=self.accept_changes, on_row=show.row)
+        table = Table("", "", show_header=False, box=None)
+        for key, value in asdict(result).items():
+            table.add_row(key, "-" if value is None else escape(str(value)))
+        console.print(table, f"Run folder: {self.out}", sep="\n")
+
+
+@dataclass(frozen=True)
+class Compare:
+    """Train placements side by side on equal terms, and write a report."""
+
+    resume: bool = False
+    """Go on with the interrupted comparison in the folder."""
+    config: ConfigFile = None
+    preset: PresetName = None
+    plan: Annotated[CompareConfig, arg(name="")] = field(default_factory=CompareConfig)
+
+    def __call__(self) -> None:
+        compare(self.plan, resume=self.resume, command=shlex.join(["normstream", *sys.argv[1:]]), console=console)
+
+
+@dataclass(frozen=True)
+class Eval:
+    """Loss, perplexity and bits per byte of a checkpoint on a text."""
+
+    checkpoint: Positional[Path]
+    """Run folder, or one of its checkpoints."""
+    data: str | None = None
+    """Any source that training takes, read whole; by default the validation split of the run's own data."""
+    text_column: str = "text"
+    """Column of the text in JSONL, Parquet and hf: sources."""
+    batch_size: int = 8
+    """Samples at a time."""
+    batches: int | None = None
+    """Batches to evaluate on, spread evenly over the text; by default all of it."""
+    device: str = "auto"
+    """cpu, cuda, mps; auto takes the best there is."""
+
+    def __call__(self) -> None:
+        if self.batch_size < 1 or (self.batches is not None and self.batches < 1):
+            raise ValueError("batch_size and batches must be at least 1")
+        path = find_checkpoint(self.checkpoint)
+        data = read_checkpoint_config(path).data
+        if self.data is None:
+            packed = load_data(data).validation
+        else:
+            source = replace(data, source=self.data, text_column=self.text_column)
+            packed = load_whole(source, load_tokenizer(data.tokenizer))
+        model = load_model(path).to(resolve_device(self.device))
+        scores = evaluate(model, packed, batch_size=self.batch_size, batches=self.batches)
+        table = Table("", "", show_header=False, box=None)
+        for key, value in scores.items():
+            table.add_row(key.replace("_", " "), f"{value:.6g}")
+        console.print(table)
+
+
+@dataclass(frozen=True)
+class Generate:
+    """Continue a text with a checkpoint."""
+
+    checkpoint: Positional[Path]
+    """Run folder, or one of its checkpoints."""
+    prompt: str = "def "
+    """Text to continue."""
+    max_new_tokens: int = 200
+    """Tokens to add."""
+    temperature: float = 0.8
+    """0 takes the likeliest token each time."""
+    top_k: int | None = 50
+    """Sample among the k likeliest tokens only."""
+    seed: int = 0
+    """Seed of the sampling."""
+    device: str = "auto"
+    """cpu, cuda, mps; auto takes the best there is."""
+
+    def __call__(self) -> None:
+        path, device = find_checkpoint(self.checkpoint), resolve_device(self.device)
+        model, tokenizer = load_model(path).to(device), load_tokenizer(read_checkpoint_config(path).data.tokenizer)
+        tokens = tokenizer.encode(self.prompt)
+        if not tokens:
+            raise ValueError("the prompt is empty; give at least one character")
+        answer = generate(
+            model,
+            torch.tensor([tokens], device=device),
+            self.max_new_tokens,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            seed=self.seed,
+            eot=tokenizer.eot,
+        )
+        console.print(tokenizer.decode(answer[0].tolist()), markup=False, soft_wrap=True)
+
+
+@dataclass(frozen=True)
+class Report:
+    """Write the report of a comparison again, from its summary.json."""
+
+    comparison: Positional[Path] = Path("runs/compare")
+    """Folder of the comparison, or its summary.json."""
+    out: Path | None = None
+    """The HTML file; by default report.html beside the summary."""
+
+    def __call__(self) -> None:
+        path = self.comparison / "summary.json" if self.comparison.is_dir() else self.comparison
+        out = self.out or path.with_name("report.html")
+        write_report(read_summary(path), out)
+        console.print(f"Report: {out}", markup=False, soft_wrap=True)
+
+
+@dataclass(frozen=True)
+class List:
+    """All placements: equations, sources, options, and where paper and code differ."""
+
+    def __call__(self) -> None:
+        for name in placements.names():
+            placement = placements.get(name)
+            console.print(f"[bold]{name}[/bold]  {escape(placement.title)}")
+            table = Table("", "", show_header=False, box=None, pad_edge=True)
+            options = ", ".join(f"{key}={str(value).lower()}" for key, value in config_to_dict(placement).items())
+            rows = {
+                "equation": placement.equation,
+                "streams": ", ".join(placement.streams),
+                "options": options,
+                "inside attention": "" if placement.inner_norms == "none" else f"norms on {placement.inner_norms}",
+                "init": placement.init,
+                "paper": placement.paper,
+                "code": placement.code,
+                "differs": placement.differs,
+            }
+            for key, value in rows.items():
+                if value:
+                    table.add_row(f"  {key}", escape(value))
+            console.print(table)
+
+
+@dataclass(frozen=True)
+class Doctor:
+    """What this installation runs on: versions, devices, threads, extras."""
+
+    def __call__(self) -> None:
+        about = environment()
+        rows: dict[str, Any] = {
+            "normstream": __version__,
+            "python": f"{about['python']} ({sys.executable})",
+            "torch": about["torch"],
+            "platform": about["platform"],
+            "processors": about["cpus"],
+            "threads": f"{about['threads']} (OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'unset')})",
+            "device": f"{resolve_device('auto')} ({about['gpu'] or platform.machine()})",
+            "bf16 on this device": str(supports_bf16()).lower(),
+            "placements": ", ".join(placements.names()),
+        }
+        table = Table("", "", show_header=False, box=None)
+        for key, value in rows.items():
+            table.add_row(key, escape(str(value)))
+        for extra, module in (("parquet", "pyarrow"), ("text", "pythonbible"), ("hf", "datasets")):
+            table.add_row(escape(f"extra [{extra}]"), "installed" if installed(module) else "not installed")
+        console.print(table)
+
+
+COMMANDS = (Train, Compare, Eval, Generate, Report, List, Doctor)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point of the ``normstream`` command: exit status 0, 2 for bad input, 128 + signal when interrupted.
+
+    >>> main(["report", "no-such-folder"])
+    Traceback (most recent call last):
+    SystemExit: 2
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        parse(argv)()
+    except (ValueError, OSError, ImportError) as error:
+        Console(stderr=True, highlight=False).print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+        sys.exit(2)
+
+
+def parse(argv: list[str]) -> Any:
+    """The command that the arguments mean, ready to be called.
+
+    A config file or a preset gives the defaults, the other arguments change them.
+
+    >>> parse(["compare", "--steps", "50"]).plan.base.steps
+    50
+    """
+    names = [kind.__name__.lower() for kind in COMMANDS]
+    if argv and not argv[0].startswith("-") and argv[0] not in names:
+        raise ValueError(f"unknown command {argv[0]!r}; {nearest(argv[0], names)}")
+    defaults = starting_points(argv)
+    choices = tuple(
+        Annotated[kind, subcommand(name, **({"default": defaults[kind]} if kind in defaults else {}))]
+        for kind, name in zip(COMMANDS, names, strict=True)
+    )
+    return tyro.cli(
+        Union[choices],  # noqa: UP007 - made at run time
+        prog="normstream",
+        description="Where do the norms sit on a Transformer's residual stream? Compare placements, train with them.",
+        args=argv,
+    )
+
+
+def starting_points(argv: list[str]) -> dict[type, Any]:
+    """The defaults of ``train`` and ``compare``, after a config file and a preset that the arguments name."""
+    file, name = option(argv, "--config"), option(argv, "--preset")
+    train_config, plan = TrainConfig(), CompareConfig()
+    if file is not None and argv[0] == "train":
+        train_config = read_config(Path(file), TrainConfig)
+    if file is not None and argv[0] == "compare":
+        plan = read_config(Path(file), CompareConfig)
+    if name is not None:
+        dimensions = preset(name)
+        train_config = replace(train_config, model=replace(dimensions, placement=train_config.model.placement))
+        plan = replace(plan, base=replace(plan.base, model=dimensions))
+    return {Train: Train(run=train_config), Compare: Compare(plan=plan)}
+
+
+def option(argv: list[str], name: str) -> str | None:
+    """The value of an option, before everything else is parsed.
+
+    >>> option(["train", "--preset=10m"], "--preset")
+    '10m'
+    """
+    for index, word in enumerate(argv):
+        if word.startswith(f"{name}="):
+            return word.partition("=")[2]
+        if word == name and index + 1 < len(argv):
+            return argv[index + 1]
+    return None
+
+
+def read_config(path: Path, kind: type[Any]) -> Any:
+    """A config file as ``kind``; ValueError that names the file."""
+    try:
+        return config_from_yaml(path.read_text(encoding="utf-8"), kind)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"config file {path}: {error}") from error
+
+
+def show_plan(config: TrainConfig) -> None:
+    """What ``train`` would do: resolved config, data, parameter groups."""
+    data = load_data(config.data)
+    config = resolve(config, data)
+    with torch.device("meta"):
+        model = DecoderLM(config.model)
+    console.print(config_to_yaml(config), markup=False)
+    console.print(
+        f"data: {len(data.train.tokens):,} training tokens, {len(data.validation.tokens):,} validation tokens, "
+        f"hash {data.corpus_hash[:16]}\n",
+        markup=False,
+    )
+    table = Table("group", "weight decay", "tensors", "parameters", box=None)
+    rows = group_table(model, config.optimizer)
+    for row in rows:
+        table.add_row(row.group, f"{row.decay:g}", f"{row.tensors:,}", f"{row.parameters:,}")
+    table.add_row("all", "", f"{sum(row.tensors for row in rows):,}", f"{sum(row.parameters for row in rows):,}")
+    console.print(table)
+
+
+def supports_bf16() -> bool:
+    """Whether a bf16 matrix product runs on the best device."""
+    try:
+        ones = torch.ones(2, 2, dtype=torch.bfloat16, device=resolve_device("auto"))
+        return bool((ones @ ones == 2).all())
+    except RuntimeError:
+        return False
+
+
+def installed(module: str) -> bool:
+    """Whether a module can be imported, without importing it."""
+    return find_spec(module) is not None

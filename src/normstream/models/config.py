@@ -50,7 +50,7 @@ class DecoderConfig:
     """Per-head norms inside attention; placement takes what the placement's recipe says."""
     bias: bool = False
     """Whether the matrices of the sublayers have biases."""
-    tied: bool = True
+    tied: bool = False
     """Whether the output head shares the embedding matrix."""
     embedding_multiplier: float = 1.0
     """Factor on the token embedding (Gemma: the square root of dim)."""

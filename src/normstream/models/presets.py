@@ -4,8 +4,8 @@ from normstream.models.config import DecoderConfig
 from normstream.names import nearest
 
 PRESETS: dict[str, DecoderConfig] = {
-    "tiny": DecoderConfig(dim=64, n_layers=12, n_heads=4, ffn_dim=192, vocab_size=257, tied=True),
-    "10m": DecoderConfig(dim=320, n_layers=8, n_heads=5, ffn_dim=864, vocab_size=257, tied=True),
+    "tiny": DecoderConfig(dim=64, n_layers=12, n_heads=4, ffn_dim=192, vocab_size=257, tied=False),
+    "10m": DecoderConfig(dim=320, n_layers=8, n_heads=5, ffn_dim=864, vocab_size=257, tied=False),
     "60m": DecoderConfig(dim=512, n_layers=12, n_heads=8, ffn_dim=1376, vocab_size=50_304, tied=True),
     "125m": DecoderConfig(dim=768, n_layers=12, n_heads=12, ffn_dim=2048, vocab_size=50_304, tied=True),
     "400m": DecoderConfig(

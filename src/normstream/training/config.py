@@ -51,7 +51,7 @@ class TrainConfig:
     """Compile each layer with torch.compile."""
     activation_checkpointing: bool = False
     """Recompute each layer in the backward pass instead of keeping its activations."""
-    eval_every: int = 50
+    eval_every: int = 25
     """Steps between evaluations; one more follows the last step."""
     eval_batches: int = 16
     """Batches of an evaluation, spread evenly over the validation text."""

@@ -14,8 +14,6 @@ ROOT = Path(__file__).parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 CORE = PYPROJECT["dependencies"]
 EXTRAS = PYPROJECT["optional-dependencies"]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-README_EXAMPLES = re.findall(r"^```python\n(.*?)^```$", README, re.M | re.S)
 
 
 def project_name(requirement: str) -> str:
@@ -71,9 +69,3 @@ def test_no_undeclared_extra_is_documented() -> None:
 def test_pins_name_no_build_of_torch() -> None:
     assert pinned()["torch"] == "2.13.0"
     assert [version for version in pinned().values() if "+" in version] == []
-
-
-@pytest.mark.parametrize("source", README_EXAMPLES, ids=lambda source: source.strip().splitlines()[0])
-def test_readme_example_runs(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    exec(compile(source, "README.md", "exec"), {"__name__": "readme"})

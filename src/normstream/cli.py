@@ -6,6 +6,7 @@ import shlex
 import sys
 from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Union
 
@@ -20,12 +21,13 @@ from normstream import placements
 from normstream.__about__ import __version__
 from normstream.data import load_data, load_tokenizer, load_whole
 from normstream.generation import generate
-from normstream.lab import CompareConfig, compare, read_summary, write_report
+from normstream.lab import CompareConfig, compare, markdown_table, read_summary, write_report
 from normstream.lab.live import RunState, display
 from normstream.models import DecoderLM, preset
 from normstream.names import nearest
 from normstream.optim import group_table
 from normstream.training import (
+    RunFolder,
     TrainConfig,
     config_from_yaml,
     config_to_dict,
@@ -33,6 +35,7 @@ from normstream.training import (
     environment,
     evaluate,
     find_checkpoint,
+    init_from,
     load_model,
     read_checkpoint_config,
     resolve,
@@ -42,7 +45,8 @@ from normstream.training import (
 
 console = Console(highlight=False)
 
-ConfigFile = Annotated[Path | None, arg(help="YAML file to start from, such as a run's config.yaml.")]
+DESCRIPTION = "Where do the norms sit on a Transformer's residual stream? Compare placements, and train with them."
+ConfigFile = Annotated[Path | None, arg(help="YAML file to start from: the config.yaml that this command wrote.")]
 PresetName = Annotated[str | None, arg(help="Model dimensions by name: tiny, 10m, 60m, 125m, 400m, 1.3b.")]
 
 
@@ -63,6 +67,7 @@ class Train:
     run: Annotated[TrainConfig, arg(name="")] = field(default_factory=TrainConfig)
 
     def __call__(self) -> None:
+        RunFolder(self.out).check(self.resume)
         if self.dry_run:
             show_plan(self.run)
             return
@@ -170,11 +175,15 @@ class Report:
     """Folder of the comparison, or its summary.json."""
     out: Path | None = None
     """The HTML file; by default report.html beside the summary."""
+    markdown: bool = False
+    """Print the table of final losses as Markdown, to paste into an issue or a README."""
 
     def __call__(self) -> None:
         path = self.comparison / "summary.json" if self.comparison.is_dir() else self.comparison
         out = self.out or path.with_name("report.html")
         write_report(read_summary(path), out)
+        if self.markdown:
+            console.print(markdown_table(read_summary(path)), markup=False, soft_wrap=True)
         console.print(f"Report: {out}", markup=False, soft_wrap=True)
 
 
@@ -250,54 +259,61 @@ def main(argv: list[str] | None = None) -> None:
 def parse(argv: list[str]) -> Any:
     """The command that the arguments mean, ready to be called.
 
-    A config file or a preset gives the defaults, the other arguments change them.
+    A config file, a preset or the run that is resumed gives the defaults; the other arguments change them.
 
     >>> parse(["compare", "--steps", "50"]).plan.base.steps
     50
     """
-    names = [kind.__name__.lower() for kind in COMMANDS]
-    if argv and not argv[0].startswith("-") and argv[0] not in names:
-        raise ValueError(f"unknown command {argv[0]!r}; {nearest(argv[0], names)}")
-    defaults = starting_points(argv)
-    choices = tuple(
-        Annotated[kind, subcommand(name, **({"default": defaults[kind]} if kind in defaults else {}))]
-        for kind, name in zip(COMMANDS, names, strict=True)
-    )
-    return tyro.cli(
-        Union[choices],  # noqa: UP007 - made at run time
-        prog="normstream",
-        description="Where do the norms sit on a Transformer's residual stream? Compare placements, train with them.",
-        args=argv,
-    )
+    commands = {kind.__name__.lower(): kind for kind in COMMANDS}
+    name, *rest = argv or ["--help"]
+    if name == "--version":
+        console.print(__version__)
+        sys.exit(0)
+    if name.startswith("-"):
+        choices = tuple(Annotated[kind, subcommand(name)] for name, kind in commands.items())
+        return tyro.cli(Union[choices], prog="normstream", description=DESCRIPTION, args=[name])  # noqa: UP007
+    if name not in commands:
+        raise ValueError(f"unknown command {name!r}; {nearest(name, commands)}")
+    kind = commands[name]
+    default = {Train: train_defaults, Compare: compare_defaults}.get(kind, lambda _: None)(rest)
+    return tyro.cli(kind, prog=f"normstream {name}", args=rest, **({} if default is None else {"default": default}))
 
 
-def starting_points(argv: list[str]) -> dict[type, Any]:
-    """The defaults of ``train`` and ``compare``, after a config file and a preset that the arguments name."""
-    file, name = option(argv, "--config"), option(argv, "--preset")
-    train_config, plan = TrainConfig(), CompareConfig()
-    if file is not None and argv[0] == "train":
-        train_config = read_config(Path(file), TrainConfig)
-    if file is not None and argv[0] == "compare":
-        plan = read_config(Path(file), CompareConfig)
-    if name is not None:
-        dimensions = preset(name)
-        train_config = replace(train_config, model=replace(dimensions, placement=train_config.model.placement))
-        plan = replace(plan, base=replace(plan.base, model=dimensions))
-    return {Train: Train(run=train_config), Compare: Compare(plan=plan)}
+def train_defaults(argv: list[str]) -> Train:
+    """The defaults of ``train``: those of a config file, else of the run that is resumed, with a preset's model."""
+    file = config_file(argv, Train.out)
+    config = TrainConfig() if file is None else read_config(file, TrainConfig)
+    if (name := option(argv, "--preset")) is not None:
+        config = replace(config, model=replace(preset(name), placement=config.model.placement))
+    return Train(run=config)
+
+
+def compare_defaults(argv: list[str]) -> Compare:
+    """The defaults of ``compare``, found in the same way."""
+    file = config_file(argv, CompareConfig.out)
+    plan = CompareConfig() if file is None else read_config(file, CompareConfig)
+    if (name := option(argv, "--preset")) is not None:
+        plan = replace(plan, base=replace(plan.base, model=preset(name)))
+    return Compare(plan=plan)
+
+
+def config_file(argv: list[str], out: Path) -> Path | None:
+    """The file that ``--config`` names, or with ``--resume`` the config of the folder that is gone on with."""
+    if (given := option(argv, "--config")) is not None:
+        return Path(given)
+    own = Path(option(argv, "--out") or out) / "config.yaml"
+    return own if "--resume" in argv and own.is_file() else None
 
 
 def option(argv: list[str], name: str) -> str | None:
-    """The value of an option, before everything else is parsed.
+    """The value of an option, the last one if it is repeated, before everything else is parsed.
 
-    >>> option(["train", "--preset=10m"], "--preset")
-    '10m'
+    >>> option(["--preset=10m", "--out", "runs/a"], "--out")
+    'runs/a'
     """
-    for index, word in enumerate(argv):
-        if word.startswith(f"{name}="):
-            return word.partition("=")[2]
-        if word == name and index + 1 < len(argv):
-            return argv[index + 1]
-    return None
+    found = [word.partition("=")[2] for word in argv if word.startswith(f"{name}=")]
+    found += [value for word, value in pairwise(argv) if word == name]
+    return found[-1] if found else None
 
 
 def read_config(path: Path, kind: type[Any]) -> Any:
@@ -310,8 +326,11 @@ def read_config(path: Path, kind: type[Any]) -> Any:
 
 def show_plan(config: TrainConfig) -> None:
     """What ``train`` would do: resolved config, data, parameter groups."""
+    resolve_device(config.device)
     data = load_data(config.data)
     config = resolve(config, data)
+    if config.init_from is not None:
+        init_from(DecoderLM(config.model), config.init_from)
     with torch.device("meta"):
         model = DecoderLM(config.model)
     console.print(config_to_yaml(config), markup=False)

@@ -1,4 +1,4 @@
-"""Initialization: one table of schemes, the same values on every device and for every placement.
+"""Initialization: one table of schemes, the same values on every device and for every placement with that scheme.
 
 ============== ============================ ===================================== =========================
 scheme         matrices and embedding       matrices that write to the stream     cut
@@ -12,8 +12,8 @@ std is ``init_std``, by default sqrt(2 / (5 dim)); N is the number of sublayers,
 effective 1, biases at 0.
 
 Every parameter has a random generator of its own, seeded by the seed and the parameter's name: its values depend on
-nothing else, so two placements start with equal sublayers, and a model built on the meta device gets the values that
-it would have had on the CPU.
+nothing else, so two placements with one scheme start with equal sublayers, and a model built on the meta device gets
+the values that it would have had on the CPU.
 
 Sources: GPT-2 (Radford et al. 2019), karpathy/nanoGPT:model.py; Megatron-full: allenai/OLMo:olmo/initialization.py
 and the released SiameseNorm and HybridNorm code.

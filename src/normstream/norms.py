@@ -18,6 +18,7 @@ The cast orders are the same function in float32 and float64 and three different
 bfloat16 gain, ``after_gain`` and ``before_gain`` differ in about a quarter of the elements.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -33,6 +34,12 @@ Gain = Literal["plain", "zero_centered", "none"]
 CastOrder = Literal["after_gain", "before_gain", "gain_dtype"]
 
 
+def check_eps(eps: object) -> None:
+    """Raises ValueError unless eps is a finite number of at least 0."""
+    if not isinstance(eps, float | int) or not 0 <= eps < math.inf:
+        raise ValueError(f"eps must be an explicit number >= 0, got {eps!r}; take it from the model's own config")
+
+
 class _GainNorm(nn.Module):
     """What LayerNorm and RMSNorm share: the gain, the bias and the order of the casts."""
 
@@ -40,8 +47,7 @@ class _GainNorm(nn.Module):
         super().__init__()
         if dim < 1:
             raise ValueError(f"a norm needs a width of at least 1, got {dim}")
-        if not isinstance(eps, float | int) or not 0 <= eps < float("inf"):
-            raise ValueError(f"eps must be an explicit number >= 0, got {eps!r}; take it from the model's own config")
+        check_eps(eps)
         check_choice("gain", gain, Gain)
         check_choice("cast", cast, CastOrder)
         self.dim, self.eps, self.gain, self.cast = dim, float(eps), gain, cast
@@ -161,6 +167,7 @@ class NormConfig:
         check_choice("norm.kind", self.kind, Kind)
         check_choice("norm.gain", self.gain, Gain)
         check_choice("norm.cast", self.cast, CastOrder)
+        check_eps(self.eps)
         if self.kind == "rms" and self.bias:
             raise ValueError("an RMSNorm has no bias; set norm.kind to layer or norm.bias to false")
 

@@ -21,7 +21,8 @@ from normstream.lab.style import label
 from normstream.lab.summary import FORMAT, read_summary, table, write_summary
 from normstream.models import DecoderConfig, DecoderLM
 from normstream.training.config import TrainConfig, resolve, resolve_device
-from normstream.training.config_file import config_to_dict
+from normstream.training.config_file import config_to_dict, config_to_yaml
+from normstream.training.files import write_text
 from normstream.training.loop import OnRow, train
 from normstream.training.run_folder import environment
 from normstream.training.signals import Interrupted
@@ -37,9 +38,10 @@ def compare(
 ) -> dict[str, Any]:
     """Run a comparison and return its summary.
 
-    The folder `config.out` gets one run folder for each run and, after every run, `summary.json`, `summary.csv` and
-    `report.html`. All runs read one data object in an order that depends on the seed alone, start from values that
-    depend on the seed and the parameter's name alone, and do the same number of updates on the same number of tokens.
+    The folder `config.out` gets `config.yaml`, one run folder for each run and, after every run, `summary.json`,
+    `summary.csv` and `report.html`. All runs read one data object in an order that depends on the seed alone, start
+    from values that depend on the seed, the parameter's name and the initialization scheme alone (a placement brings
+    its own unless `model.init` names one), and do the same number of updates on the same number of tokens.
     A run that is out of memory is marked with advice and the others go on.
 
     Args:
@@ -72,6 +74,7 @@ def compare(
     summary["runs"] = [entry(run, config.out, base.steps, parameters[run.placement]) for run in runs]
 
     config.out.mkdir(parents=True, exist_ok=True)
+    write_text(config.out / "config.yaml", config_to_yaml(config))
     save(summary, config.out)
     try:
         run_all(runs, base, data, summary, config.out, console)

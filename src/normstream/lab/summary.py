@@ -69,6 +69,40 @@ def table(summary: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
+def markdown_table(summary: dict[str, Any]) -> str:
+    """The final validation losses, a row for each placement and a column for each learning rate, as Markdown.
+
+    A cell is the mean over seeds and, after the sign, the standard deviation; a placement that diverged or collapsed
+    says in how many seeds.
+
+    >>> run = {"placement": "pre", "lr": 0.01, "seed": 0, "status": "finished", "diverged": False, "collapsed": True}
+    >>> run |= {"parameters": 1} | dict.fromkeys(NUMERIC, 2.0)
+    >>> print(markdown_table({"lrs": [0.01], "runs": [run]}))
+    | placement | parameters | 0.01 |
+    |---|---|---|
+    | `pre` | 1 | 2.000, collapsed in 1 of 1 |
+    """
+    rows = table(summary)
+    lines = ["| placement | parameters | " + " | ".join(f"{lr:g}" for lr in summary["lrs"]) + " |"]
+    lines.append("|---" * (2 + len(summary["lrs"])) + "|")
+    for placement in dict.fromkeys(row["placement"] for row in rows):
+        own = {row["lr"]: row for row in rows if row["placement"] == placement}
+        cells = [_markdown_cell(own[lr]) if lr in own else "-" for lr in summary["lrs"]]
+        parameters = next(iter(own.values()))["parameters"]
+        lines.append(f"| `{placement}` | {parameters:,} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _markdown_cell(row: dict[str, Any]) -> str:
+    words = ["-" if row["val_loss_mean"] is None else f"{row['val_loss_mean']:.3f}"]
+    if row["val_loss_std"] is not None:
+        words[0] += f" ± {row['val_loss_std']:.3f}"
+    for kind in ("diverged", "collapsed"):
+        if row[f"n_{kind}"]:
+            words.append(f"{kind} in {row[f'n_{kind}']} of {row['n_seeds']}")
+    return ", ".join(words)
+
+
 def write_summary(summary: dict[str, Any], folder: Path) -> None:
     """Write `summary.json` and `summary.csv` (one line for each run) into the folder, each as a whole or not at all."""
     write_json(folder / "summary.json", finite(summary))
@@ -86,4 +120,7 @@ def read_summary(path: Path) -> dict[str, Any]:
         raise ValueError(
             f"{path} has format {summary.get('format')!r}, expected {FORMAT}; read it with the version that wrote it"
         )
+    missing = {"runs", "config", "data", "environment", "placements", "lrs", "seeds", "command"} - summary.keys()
+    if missing:
+        raise ValueError(f"{path} is incomplete: {', '.join(sorted(missing))} missing")
     return summary

@@ -15,7 +15,7 @@ PRESETS: dict[str, DecoderConfig] = {
         dim=2048, n_layers=16, n_heads=16, ffn_dim=8192, vocab_size=50_304, tied=False, max_seq_len=2048
     ),
 }
-"""tiny 0.66 M (CPU, minutes), 10m 10 M, 60m 64 M, 125m 124 M, 400m 389 M, 1.3b 1.28 B parameters."""
+"""tiny 0.67 M (CPU, minutes), 10m 10 M, 60m 64 M, 125m 124 M, 400m 388 M, 1.3b 1.28 B parameters."""
 
 
 def preset(name: str) -> DecoderConfig:

@@ -201,6 +201,9 @@ def _read_state(path: Path) -> dict[str, Any]:
         raise ValueError(
             f"{path} is a checkpoint of format {state.get('format')!r}; this version of normstream reads {FORMAT}"
         )
+    missing = {"step", "sha256", "config", "progress"} - state.keys()
+    if missing:
+        raise ValueError(f"{path / 'state.json'} is incomplete: {', '.join(sorted(missing))} missing")
     return state
 
 

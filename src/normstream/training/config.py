@@ -77,7 +77,7 @@ class TrainConfig:
                 f"batch_size {self.batch_size} is not divisible by grad_accumulation {self.grad_accumulation}"
             )
         if self.clip is not None and not self.clip > 0:
-            raise ValueError(f"clip must be above 0, or none, got {self.clip}")
+            raise ValueError(f"clip must be above 0, or None, got {self.clip}")
         if self.schedule.warmup > self.steps:
             raise ValueError(f"schedule.warmup {self.schedule.warmup} is longer than the run of {self.steps} steps")
         if self.data.seq_len > self.model.max_seq_len:

@@ -2,8 +2,9 @@
 
 *Diverged*: the loss or the gradient norm of an update is not finite (the run stops there, before that update is
 applied; in fp16 a gradient that is not finite only skips the update, unless 25 updates in a row are skipped), or, when
-the run ends, the mean of its last 20 training losses lies above the larger of its first loss and ln(vocabulary), the
-loss of a uniform guess. The divergence step of the latter is where that mean went above for the last time.
+the run ends, its validation loss is not finite, or the mean of its last 20 training losses lies above the larger of its
+first loss and ln(vocabulary), the loss of a uniform guess. The divergence step of that mean is where it went above for
+the last time.
 
 *Collapsed*: a run of at least 100 steps ends with a validation loss that is not at least 0.05 below the unigram loss,
 the validation loss of a model that knows only how often each token occurs in the training text. Such a run is finite

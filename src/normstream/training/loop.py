@@ -176,7 +176,10 @@ class Trainer:
                 path = self.save()
                 if stop.received is not None and not last:
                     raise Interrupted(stop.received, step, path)
-        return self._finish(progress.val_loss, *self._verdict())
+        result = self._finish(progress.val_loss, *self._verdict())
+        if stop.received is not None:
+            raise Interrupted(stop.received, progress.step, self.run.path)
+        return result
 
     def _update(self, step: int) -> str | None:
         """Does one update and writes its rows; returns why the run cannot go on, or None."""

@@ -1,0 +1,69 @@
+"""The runs of a comparison see the same samples in the same order and start from the same sublayers."""
+
+import io
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from normstream.data import Batch, DataConfig
+from normstream.lab import CompareConfig, compare
+from normstream.models import DecoderConfig
+from normstream.training import TrainConfig
+from normstream.training.step import Updater
+
+PLACEMENTS = ("pre", "post", "siamese")
+
+
+@pytest.fixture
+def seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, int, float], list[dict[str, Tensor]]]:
+    """What each run (placement, seed, learning rate) had at each of its updates: its tokens and its weights before."""
+    monkeypatch.setattr("normstream.lab.report.pictures", lambda summary: [])
+    updates: dict[tuple[str, int, float], list[dict[str, Tensor]]] = {}
+    update = Updater.__call__
+
+    def record(self: Updater, step: int, batch: Batch, *rest):
+        config = self.config
+        weights = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        tokens = {"inputs": batch.inputs_BT, "targets": batch.targets_BT}
+        updates.setdefault((config.model.placement, config.seed, config.optimizer.lr), []).append(weights | tokens)
+        return update(self, step, batch, *rest)
+
+    monkeypatch.setattr(Updater, "__call__", record)
+    (tmp_path / "text.txt").write_text("".join(chr(97 + n * n % 23) for n in range(2000)))
+    base = TrainConfig(
+        model=DecoderConfig(dim=16, n_layers=2, n_heads=2, ffn_dim=16, tied=False),
+        data=DataConfig(source=str(tmp_path / "text.txt"), seq_len=16),
+        steps=3,
+        batch_size=4,
+        device="cpu",
+    )
+    config = CompareConfig(placements=PLACEMENTS, lrs=(1e-3, 1e-2), seeds=(0, 1), base=base, out=tmp_path / "out")
+    compare(config, console=Console(file=io.StringIO()))
+    return updates
+
+
+def test_same_samples_and_same_start(seen: dict[tuple[str, int, float], list[dict[str, Tensor]]]):
+    assert len(seen) == 3 * 2 * 2
+    for (_, seed, _), updates in seen.items():
+        reference = seen["pre", seed, 1e-3]
+        assert len(updates) == 3
+        for ours, theirs in zip(updates, reference, strict=True):
+            assert torch.equal(ours["inputs"], theirs["inputs"])
+            assert torch.equal(ours["targets"], theirs["targets"])
+        for name, values in updates[0].items():
+            if ".join." in name or ".read." in name:
+                assert torch.equal(values, torch.ones_like(values)), name
+            else:
+                assert torch.equal(values, reference[0][name]), name
+        # Seven matrices in each layer, the embedding, the head and the two kinds of tokens: nothing is passed over.
+        sublayers = [name for name in updates[0] if ".join." not in name and ".read." not in name]
+        assert len(sublayers) == 2 * 7 + 2 + 2, sublayers
+
+    for name in ("inputs", "tok_embeddings.weight", "layers.0.attention.wq.weight"):
+        assert not torch.equal(seen["pre", 0, 1e-3][0][name], seen["pre", 1, 1e-3][0][name])
+    # After an update with another learning rate, the weights do differ.
+    name = "tok_embeddings.weight"
+    assert not torch.equal(seen["pre", 0, 1e-3][1][name], seen["pre", 0, 1e-2][1][name])

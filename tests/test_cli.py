@@ -406,6 +406,13 @@ def test_doctor(says: Says):
         (f"train {PRE} --data short.txt", "the corpus is too short: short.txt gives"),
         (f"train {PRE} --data binary.txt", "binary.txt is not a text file"),
         (f"train {PRE} --device gpu", "device 'gpu' is not available here"),
+        (f"train {PRE} --data=", "the source is empty"),
+        (f"train {PRE} --optimizer.lr inf", "optimizer.lr must be a number above 0, got inf"),
+        (f"train {PRE} --dry-run --device gpu", "device 'gpu' is not available here"),
+        (f"train {PRE} --dry-run --init-from nowhere", "no checkpoint in nowhere"),
+        (f"train {PRE} --dry-run --out run", "run folder run exists already"),
+        (f"train {SMALL} --model.placement post(final_norm=true,final_norm=false)", "'final_norm' is given twice"),
+        ("generate run --max-new-tokens 5 --temperature nan", "temperature must be 0 or between"),
         ("train --config no.yaml", "config file no.yaml: "),
         ("train --config typo.yaml", "config file typo.yaml: unknown key 'stpes'; did you mean 'steps'?"),
         (f"train {PRE} --init-from nowhere", "no checkpoint in nowhere"),
@@ -431,6 +438,24 @@ def test_mistakes_are_named_before_anything_is_written(line: str, message: str, 
     before = contents(here)
     assert message in fails(line)
     assert contents(here) == before
+
+
+def test_brackets_in_a_path_are_no_markup(says: Says):
+    assert says(f"train {PRE} --steps 1 --out r/[red]a[/b]").endswith("Run folder: r/[red]a[/b]")
+
+
+def test_resume_takes_the_folders_own_settings(says: Says, here: Path):
+    command(f"train {PRE} --out own")
+    before = contents(here)
+    assert says("train --resume --out own").endswith("Run folder: own")
+    assert contents(here) == before
+
+
+def test_out_of_memory_gives_advice(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as stopped:
+        command(f"train {PRE} --model.ffn-dim 100000000000000 --out huge")
+    assert stopped.value.code == 1
+    assert "lower batch_size" in capsys.readouterr().err
 
 
 def test_a_file_that_cannot_be_read(fails: Fails, here: Path, monkeypatch: pytest.MonkeyPatch):

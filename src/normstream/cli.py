@@ -1,5 +1,6 @@
 """The command line: ``normstream COMMAND``. Each command is a dataclass whose fields are its options."""
 
+import io
 import os
 import platform
 import shlex
@@ -8,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Union
+from typing import Annotated, Any, NoReturn, Union
 
 import torch
 import tyro
@@ -22,11 +23,13 @@ from normstream.__about__ import __version__
 from normstream.data import load_data, load_tokenizer, load_whole
 from normstream.generation import generate
 from normstream.lab import CompareConfig, compare, markdown_table, read_summary, write_report
+from normstream.lab.compare import OUT_OF_MEMORY, is_out_of_memory
 from normstream.lab.live import RunState, display
 from normstream.models import DecoderLM, preset
 from normstream.names import nearest
 from normstream.optim import group_table
 from normstream.training import (
+    Interrupted,
     RunFolder,
     TrainConfig,
     config_from_yaml,
@@ -72,13 +75,20 @@ class Train:
             show_plan(self.run)
             return
         state = RunState(self.run.model.placement, self.run.optimizer.lr, self.run.seed, self.run.steps)
-        with display([state], console) as show:
-            show.start(0)
-            result = train(self.run, self.out, resume=self.resume, accept_changes=self.accept_changes, on_row=show.row)
+        try:
+            with display([state], console) as show:
+                show.start(0)
+                result = train(
+                    self.run, self.out, resume=self.resume, accept_changes=self.accept_changes, on_row=show.row
+                )
+        except Interrupted as stopped:
+            say(f"{stopped}. Go on with: normstream train --resume --out {shlex.quote(str(self.out))}")
+            raise
         table = Table("", "", show_header=False, box=None)
         for key, value in asdict(result).items():
             table.add_row(key, "-" if value is None else escape(str(value)))
-        console.print(table, f"Run folder: {self.out}", sep="\n")
+        console.print(table)
+        say(f"Run folder: {self.out}")
 
 
 @dataclass(frozen=True)
@@ -164,7 +174,7 @@ class Generate:
             seed=self.seed,
             eot=tokenizer.eot,
         )
-        console.print(tokenizer.decode(answer[0].tolist()), markup=False, soft_wrap=True)
+        say(tokenizer.decode(answer[0].tolist()))
 
 
 @dataclass(frozen=True)
@@ -183,8 +193,8 @@ class Report:
         out = self.out or path.with_name("report.html")
         write_report(read_summary(path), out)
         if self.markdown:
-            console.print(markdown_table(read_summary(path)), markup=False, soft_wrap=True)
-        console.print(f"Report: {out}", markup=False, soft_wrap=True)
+            say(markdown_table(read_summary(path)))
+        say(f"Report: {out}")
 
 
 @dataclass(frozen=True)
@@ -242,18 +252,37 @@ COMMANDS = (Train, Compare, Eval, Generate, Report, List, Doctor)
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Entry point of the ``normstream`` command: exit status 0, 2 for bad input, 128 + signal when interrupted.
+    """Entry point of the ``normstream`` command: exit status 0, 2 for bad input, 1 when out of memory, 128 + signal.
 
     >>> main(["report", "no-such-folder"])
     Traceback (most recent call last):
     SystemExit: 2
     """
     argv = sys.argv[1:] if argv is None else argv
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without Unicode must not end a run
     try:
         parse(argv)()
     except (ValueError, OSError, ImportError) as error:
-        Console(stderr=True, highlight=False).print(f"error: {error}", style="red", markup=False, soft_wrap=True)
-        sys.exit(2)
+        fail(error, 2)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        fail(OUT_OF_MEMORY, 1)
+    except KeyboardInterrupt:
+        fail("stopped by Ctrl-C before there was anything to save", 130)
+
+
+def fail(message: object, status: int) -> NoReturn:
+    """Says on standard error what is wrong and ends with an exit status."""
+    Console(stderr=True, highlight=False).print(f"error: {message}", style="red", markup=False, soft_wrap=True)
+    sys.exit(status)
+
+
+def say(text: str) -> None:
+    """Prints text as it is: no markup, no line breaks of our own."""
+    console.print(text, markup=False, soft_wrap=True)
 
 
 def parse(argv: list[str]) -> Any:
@@ -267,11 +296,11 @@ def parse(argv: list[str]) -> Any:
     commands = {kind.__name__.lower(): kind for kind in COMMANDS}
     name, *rest = argv or ["--help"]
     if name == "--version":
-        console.print(__version__)
+        say(__version__)
         sys.exit(0)
     if name.startswith("-"):
-        choices = tuple(Annotated[kind, subcommand(name)] for name, kind in commands.items())
-        return tyro.cli(Union[choices], prog="normstream", description=DESCRIPTION, args=[name])  # noqa: UP007
+        overview: Any = Union[tuple(Annotated[kind, subcommand(name)] for name, kind in commands.items())]  # noqa: UP007
+        return tyro.cli(overview, prog="normstream", description=DESCRIPTION, args=[name])
     if name not in commands:
         raise ValueError(f"unknown command {name!r}; {nearest(name, commands)}")
     kind = commands[name]
@@ -333,11 +362,10 @@ def show_plan(config: TrainConfig) -> None:
         init_from(DecoderLM(config.model), config.init_from)
     with torch.device("meta"):
         model = DecoderLM(config.model)
-    console.print(config_to_yaml(config), markup=False)
-    console.print(
+    say(config_to_yaml(config))
+    say(
         f"data: {len(data.train.tokens):,} training tokens, {len(data.validation.tokens):,} validation tokens, "
-        f"hash {data.corpus_hash[:16]}\n",
-        markup=False,
+        f"hash {data.corpus_hash[:16]}\n"
     )
     table = Table("group", "weight decay", "tensors", "parameters", box=None)
     rows = group_table(model, config.optimizer)

@@ -3,12 +3,17 @@
 Shape suffixes: B batch, T sequence, V vocabulary.
 """
 
+import math
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from normstream.layers import KVCache
 from normstream.models import DecoderLM
+
+MIN_TEMPERATURE = 1e-3
+"""Below it, logits divided by the temperature can overflow float32."""
 
 
 @torch.no_grad()
@@ -79,7 +84,7 @@ def _check(model: DecoderLM, prompt_BT: Tensor, max_new_tokens: int, temperature
             f"prompt of {length} and {max_new_tokens} new tokens exceed max_seq_len {model.config.max_seq_len}; "
             f"ask for at most {max(0, model.config.max_seq_len - length)}"
         )
-    if temperature < 0:
-        raise ValueError(f"temperature must be at least 0, got {temperature}")
+    if temperature != 0 and not MIN_TEMPERATURE <= temperature < math.inf:
+        raise ValueError(f"temperature must be 0 or between {MIN_TEMPERATURE:g} and infinity, got {temperature}")
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k must be at least 1, got {top_k}")

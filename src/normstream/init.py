@@ -53,8 +53,8 @@ def initialize(model: DecoderLM, seed: int) -> None:
                 _normal(module.weight, branch_std if module in outputs else std, cut, f"{seed}:{name}.weight")
             if isinstance(module, nn.Linear) and module.bias is not None:
                 module.bias.zero_()
-        elif hasattr(module, "reset_parameters"):
-            module.reset_parameters()
+        elif callable(reset := getattr(module, "reset_parameters", None)):
+            reset()
 
 
 def _branch_outputs(model: DecoderLM) -> set[nn.Module]:

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import re
 import sys
 import sysconfig
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from normstream.data import DataConfig
+from normstream.data.documents import hash_documents, split_documents
 from normstream.data.sources import read_documents, read_stdlib
 
 
@@ -58,6 +60,26 @@ def test_jsonl_is_a_document_per_row(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"body": "one\\ntwo", "text": 1}\n\n{"body": "caf\\u00e9"}\r\n{"body": ""}', "utf-8")
     assert texts(path, text_column="body") == [b"one\ntwo", b"caf\xc3\xa9"]
+
+
+def test_upper_case_suffix_is_the_same_format(tmp_path: Path) -> None:
+    (tmp_path / "A.JSONL").write_text('{"text": "one"}')
+    assert texts(tmp_path / "A.JSONL") == [b"one"]
+
+
+def test_file_name_that_is_not_utf8(tmp_path: Path) -> None:
+    for name in (b"a\xff.txt", b"b.txt"):
+        Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name)).write_text(name.hex())
+    train, validation = split_documents(list(read_documents(DataConfig(source=str(tmp_path)))), 0.5)
+    assert sorted(document.data for document in train + validation) == [b"61ff2e747874", b"622e747874"]
+    assert len(hash_documents(train, validation)) == 64
+
+
+def test_deeply_nested_json_names_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="line 1: not valid JSON"):
+        texts(path)
 
 
 def test_equal_rows_have_equal_keys(tmp_path: Path) -> None:

@@ -136,9 +136,9 @@ def _shard_files(source: str) -> list[tuple[str, Path]]:
     if source in BUILT_IN or source.startswith(HF_PREFIX):
         return []
     files = source_files(source)
-    shards = [(key, path) for key, path in files if path.suffix in SHARD_SUFFIXES]
+    shards = [(key, path) for key, path in files if path.suffix.lower() in SHARD_SUFFIXES]
     if shards and len(shards) < len(files):
-        other = next(key for key, path in files if path.suffix not in SHARD_SUFFIXES)
+        other = next(key for key, path in files if path.suffix.lower() not in SHARD_SUFFIXES)
         raise ValueError(f"the folder {source} mixes token shards ({shards[0][0]}) with other files ({other})")
     return shards
 

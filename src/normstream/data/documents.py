@@ -23,13 +23,18 @@ class Document:
     data: bytes
 
 
+def key_bytes(key: str) -> bytes:
+    """The bytes of a key; a file name that is not UTF-8 keeps its own."""
+    return key.encode("utf-8", "surrogateescape")
+
+
 def split_score(key: str) -> float:
     """A number in [0, 1) that depends on the key alone: the first 8 bytes of its SHA-256.
 
     >>> split_score("abc.py") == split_score("abc.py")
     True
     """
-    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") / 2**64
+    return int.from_bytes(hashlib.sha256(key_bytes(key)).digest()[:8], "big") / 2**64
 
 
 def held_out(keys: Iterable[str], fraction: float) -> set[str]:
@@ -81,7 +86,7 @@ def hash_documents(train: list[Document], validation: list[Document]) -> str:
     for side, documents in (("train", train), ("validation", validation)):
         for document in documents:
             # The lengths make the stream unambiguous: no other corpus feeds the hash the same bytes.
-            key = document.key.encode()
+            key = key_bytes(document.key)
             digest.update(f"{side} {len(key)} {len(document.data)}\n".encode() + key)
             digest.update(document.data)
     return digest.hexdigest()

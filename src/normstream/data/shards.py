@@ -91,7 +91,7 @@ def read_shard(path: Path | str) -> Shard:
     """
     path = Path(path)
     try:
-        return _read_npy(path) if path.suffix == ".npy" else _read_bin(path)
+        return _read_npy(path) if path.suffix.lower() == ".npy" else _read_bin(path)
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror or error}") from error
 

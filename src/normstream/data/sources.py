@@ -72,6 +72,8 @@ def source_files(source: str) -> list[tuple[str, Path]]:
     Traceback (most recent call last):
     ValueError: unknown source 'stdlb'; did you mean 'stdlib'? Known: stdlib, books, hf:NAME, path/to/file-or-folder
     """
+    if not source:
+        raise ValueError("the source is empty; give stdlib, books, hf:NAME or a path ('.' is the current folder)")
     root = Path(source).expanduser()
     if root.is_file():
         return [(root.name, root)]
@@ -97,9 +99,10 @@ def read_file(path: Path, key: str, text_column: str) -> Iterator[Document]:
     >>> [document.data for document in read_file(path, path.name, "text")]
     [b'one']
     """
-    if path.suffix == ".jsonl":
+    suffix = path.suffix.lower()
+    if suffix == ".jsonl":
         yield from _read_jsonl(path, text_column)
-    elif path.suffix == ".parquet":
+    elif suffix == ".parquet":
         yield from _read_parquet(path, text_column)
     else:
         data = _read_bytes(path)
@@ -141,7 +144,7 @@ def _read_jsonl(path: Path, column: str) -> Iterator[Document]:
             continue
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}, line {number}: not valid JSON: {error}") from error
         yield _row_document(row, column, f"{path}, line {number}")
 

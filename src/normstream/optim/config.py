@@ -1,5 +1,6 @@
 """Options of the optimizer."""
 
+import math
 from dataclasses import dataclass
 
 
@@ -29,8 +30,8 @@ class OptimizerConfig:
     """Decay the remaining scalars and vectors too."""
 
     def __post_init__(self) -> None:
-        if not self.lr > 0:
-            raise ValueError(f"optimizer.lr must be above 0, got {self.lr}")
+        if not 0 < self.lr < math.inf:
+            raise ValueError(f"optimizer.lr must be a number above 0, got {self.lr}")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"optimizer.betas must be in [0, 1), got {self.betas}")
         if not self.eps >= 0:

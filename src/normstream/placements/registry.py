@@ -76,6 +76,8 @@ def get(spec: str) -> Placement:
             raise ValueError(f"expected option=value in {spec!r}, got {argument!r}")
         if key not in known:
             raise ValueError(f"placement {name!r} has no option {key!r}; {nearest(key, known)}")
+        if key in options:
+            raise ValueError(f"option {key!r} is given twice in {spec!r}; give it once")
         options[key] = _parse(text, hints[key], f"option {key!r} of placement {name!r}")
     return placement(**options)
 

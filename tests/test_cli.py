@@ -119,7 +119,7 @@ def test_train_leaves_a_run_folder_and_says_how_it_ended(says: Says):
     assert printed.endswith("Run folder: folder/new")
     assert losses("folder/new") == losses("run")
     names = {path.name for path in Path("folder/new").iterdir()}
-    assert names == {"config.yaml", "run.json", "metrics.jsonl", "checkpoints", "result.json"}
+    assert names == {".lock", "config.yaml", "run.json", "metrics.jsonl", "checkpoints", "result.json"}
     assert [path.name for path in sorted(Path("folder/new/checkpoints").iterdir())] == [
         "step_00000003",
         "step_00000004",
@@ -318,7 +318,7 @@ def test_the_tokenizer_travels_with_the_checkpoint(says: Says):
 
 def test_compare_leaves_everything(here: Path):
     assert {path.name for path in Path("both").iterdir()} == {
-        *("config.yaml", "summary.json", "summary.csv", "report.html"),
+        *(".lock", "config.yaml", "summary.json", "summary.csv", "report.html"),
         *("pre_lr0.01_seed0", "siamese_lr0.01_seed0"),
     }
     summary = json.loads(Path("both/summary.json").read_text())

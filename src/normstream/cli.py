@@ -77,10 +77,10 @@ class Train:
         state = RunState(self.run.model.placement, self.run.optimizer.lr, self.run.seed, self.run.steps)
         try:
             with display([state], console) as show:
-                show.start(0)
                 result = train(
                     self.run, self.out, resume=self.resume, accept_changes=self.accept_changes, on_row=show.row
                 )
+                show.finish(result)
         except Interrupted as stopped:
             say(f"{stopped}. Go on with: normstream train --resume --out {shlex.quote(str(self.out))}")
             raise

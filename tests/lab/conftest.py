@@ -84,6 +84,7 @@ def made_up(losses: Mapping[tuple[str, float], Sequence[float | None]] = SIAMESE
         "lrs": sorted({lr for _, lr in losses}),
         "seeds": list(range(len(next(iter(losses.values()))))),
         "tokens_per_run": 300 * 8 * 128,
+        "start": "started from the same values wherever two models have the same parameter",
         "budget": None,
         "config": {
             "model": {"dim": 64, "n_layers": 12, "n_heads": 4, "norm": {"kind": "rms", "eps": 1e-5}},

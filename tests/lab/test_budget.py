@@ -1,3 +1,6 @@
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 
 from normstream.data import Data
@@ -36,7 +39,7 @@ def test_measures_warm_steps_only(monkeypatch):
     """The first step takes 50 s, every other 2 s, the evaluation 3 s, building the model 7 s and saving 5 s."""
     now = 0.0
 
-    def slow_train(config, run_dir, *, data, on_row):
+    def slow_train(config, folder, *, data, on_row):
         nonlocal now
         now += 7
         for step in range(1, config.steps + 1):
@@ -45,8 +48,16 @@ def test_measures_warm_steps_only(monkeypatch):
         now += 3
         on_row({"kind": "eval", "step": config.steps})
         now += 5
+        return SimpleNamespace(steps=config.steps)
 
     monkeypatch.setattr(budget, "train", slow_train)
-    cost = budget.measure(TrainConfig(), Data.__new__(Data), clock=lambda: now)
+    cost = budget.measure(TrainConfig(), Path(), data=Data.__new__(Data), clock=lambda: now)
     assert (cost.step, cost.evaluation) == (2.0, 3.0)
     assert cost.fixed == 7 + 48 + 5  # what the first step takes beyond 2 s is paid once in every run
+
+
+def test_a_run_that_breaks_at_any_learning_rate_cannot_be_measured(monkeypatch):
+    broken = SimpleNamespace(steps=1, cause="training loss is nan")
+    monkeypatch.setattr(budget, "train", lambda *_, **__: broken)
+    with pytest.raises(ValueError, match="cannot measure the speed of siamese: training loss is nan"):
+        budget.measure(TrainConfig(), Path(), data=Data.__new__(Data))

@@ -6,20 +6,24 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
 
-from normstream.data import DataConfig
+from normstream.data import DataConfig, load_data
 from normstream.lab import CompareConfig, compare
 from normstream.lab.budget import Cost
+from normstream.lab.summary import DATA_KEYS, KEYS, RUN_KEYS
 from normstream.models import DecoderConfig
-from normstream.training import Interrupted, TrainConfig, read_metrics
+from normstream.training import Interrupted, TrainConfig, read_metrics, resolve
+from normstream.training.lock import FolderLock
 
 module = sys.modules["normstream.lab.compare"]  # the name normstream.lab.compare is the function
 pytestmark = pytest.mark.usefixtures("_without_pictures")
@@ -69,6 +73,9 @@ def trained_by(monkeypatch: pytest.MonkeyPatch, change: Callable[..., Any]) -> l
 def test_writes_everything(config):
     summary, printed = quietly(config, command="normstream compare --test")
     out = config.out
+    assert set(summary) == set(KEYS)
+    assert set(summary["data"]) == set(DATA_KEYS)
+    assert all(set(run) == set(RUN_KEYS) for run in summary["runs"])
     assert json.loads((out / "summary.json").read_text()) == json.loads(json.dumps(summary))
     assert len(list(csv.reader((out / "summary.csv").read_text().splitlines()))) == 1 + 4
     html = (out / "report.html").read_text()
@@ -149,6 +156,18 @@ def test_out_of_memory_marks_the_run_and_goes_on(config, monkeypatch):
     assert [run["status"] for run in again["runs"]] == ["finished"] * 4
 
 
+def test_all_out_of_memory_is_an_error(config, monkeypatch):
+    def starved(*_: Any, **__: Any) -> None:
+        raise MemoryError
+
+    trained_by(monkeypatch, starved)
+    with pytest.raises(MemoryError, match="no run could be finished; out of memory: lower batch_size"):
+        quietly(config)
+    summary = json.loads((config.out / "summary.json").read_text())
+    assert [run["status"] for run in summary["runs"]] == ["out_of_memory"] * 4
+    assert "No run has finished yet" in (config.out / "report.html").read_text()
+
+
 @pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory")])
 def test_kinds_of_out_of_memory(error):
     assert module.is_out_of_memory(error)
@@ -175,6 +194,44 @@ def test_nothing_runs_in_a_folder_that_is_in_use(config, monkeypatch):
     assert [path.name for path in config.out.iterdir()] == ["precious.txt"]
 
 
+@pytest.mark.parametrize("resume", [False, True])
+def test_killed_before_the_first_summary_is_as_good_as_new(config, resume):
+    config.out.mkdir()
+    for name in ("config.yaml", ".config.yaml.tmp", ".summary.json.tmp", ".lock"):
+        (config.out / name).write_text("")
+    summary, _ = quietly(replace(config, seeds=(0,)), resume=resume)
+    assert [run["status"] for run in summary["runs"]] == ["finished"] * 2
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_only_one_process_at_a_time(config, monkeypatch, resume):
+    called = trained_by(monkeypatch, lambda *_, **__: None)
+    with FolderLock(config.out):
+        before = [(path.name, path.read_bytes()) for path in config.out.iterdir()]
+        with pytest.raises(ValueError, match=str(os.getpid())):
+            quietly(config, resume=resume)
+        assert [(path.name, path.read_bytes()) for path in config.out.iterdir()] == before
+    assert called == []
+
+
+def test_locked_while_it_runs(config, monkeypatch):
+    def second(train, settings, folder, **rest):
+        with pytest.raises(ValueError, match=str(os.getpid())):
+            quietly(config, resume=True)
+        return train(settings, folder, **rest)
+
+    trained_by(monkeypatch, second)
+    quietly(replace(config, seeds=(0,)))
+    quietly(replace(config, seeds=(0,)), resume=True)
+
+
+def test_a_finished_run_without_its_metrics_stops_the_resumed_comparison(config):
+    summary, _ = quietly(config)
+    (config.out / summary["runs"][1]["path"] / "metrics.jsonl").unlink()
+    with pytest.raises(ValueError, match=r"siamese_lr0\.01_seed0.metrics\.jsonl has no training rows"):
+        quietly(config, resume=True)
+
+
 def test_resume_names_the_keys_that_differ(config):
     quietly(config)
     before = (config.out / "summary.json").read_bytes()
@@ -196,7 +253,7 @@ def test_bad_data_and_devices_stop_before_the_first_run(config):
 
 def test_budget_gives_every_run_the_same_steps(config, monkeypatch):
     costs = {"pre": Cost(0.0, 0.5, 0.0), "siamese": Cost(0.0, 1.5, 0.0)}
-    monkeypatch.setattr(module, "measure", lambda settings, data: costs[settings.model.placement])
+    monkeypatch.setattr(module, "measure", lambda settings, folder, data: costs[settings.model.placement])
     timed = replace(config, budget="100s")
     summary, printed = quietly(timed)
     # 95 s for 2 seeds of 0.5 s + 1.5 s a step, less the moment that measuring took here
@@ -206,7 +263,7 @@ def test_budget_gives_every_run_the_same_steps(config, monkeypatch):
     assert "Budget 100s: 2" in printed
     assert "fit a budget of 100s" in (config.out / "report.html").read_text()
 
-    monkeypatch.setattr(module, "measure", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(module, "measure", lambda *_, **__: pytest.fail("measured again"))
     again, _ = quietly(timed, resume=True)
     assert again["budget"] == summary["budget"]
 
@@ -216,3 +273,21 @@ def test_budget_measures_real_steps(config):
     assert summary["budget"]["steps"] >= 20
     assert all(seconds > 0 for seconds in summary["budget"]["seconds_per_step"].values())
     assert summary["runs"][0]["steps"] == summary["config"]["steps"] == summary["budget"]["steps"]
+
+
+def test_budget_where_every_run_diverges_at_once(config):
+    base = replace(config.base, clip=None)
+    summary, _ = quietly(replace(config, placements=("pre",), lrs=(1e30,), seeds=(0,), base=base, budget="6s"))
+    assert summary["budget"]["steps"] >= 20
+    assert summary["runs"][0]["diverged"]
+    assert summary["runs"][0]["steps"] < 5
+
+
+def test_budget_leaves_time_for_the_report(config, monkeypatch):
+    """Loading took 20 s and the report takes 40 s, so 40 s of 100 s are left; 5 % of them are kept in reserve."""
+    monkeypatch.setattr(module, "measure", lambda *_, **__: Cost(0.0, 0.1, 0.0))
+    monkeypatch.setattr(module, "Saver", lambda *_: SimpleNamespace(save=lambda: None, report_seconds=40.0))
+    data = load_data(config.base.data)
+    base, began = resolve(config.base, data), time.perf_counter() - 20
+    chosen = module.budget(replace(config, budget="100s"), base, data, began, Console(file=io.StringIO()))
+    assert chosen["steps"] in (93, 94)  # 38 s / (4 runs of 0.1 s a step) = 95, less the moment that measuring took here

@@ -1,7 +1,11 @@
 """The runs of a comparison see the same samples in the same order and start from the same sublayers."""
 
+import html
 import io
+import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -14,14 +18,15 @@ from normstream.models import DecoderConfig
 from normstream.training import TrainConfig
 from normstream.training.step import Updater
 
-PLACEMENTS = ("pre", "post", "siamese")
+comparison = sys.modules["normstream.lab.compare"]  # the name normstream.lab.compare is the function
+Seen = dict[tuple[str, int, float], list[dict[str, Tensor]]]
 
 
 @pytest.fixture
-def seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, int, float], list[dict[str, Tensor]]]:
+def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     """What each run (placement, seed, learning rate) had at each of its updates: its tokens and its weights before."""
     monkeypatch.setattr("normstream.lab.report.pictures", lambda summary: [])
-    updates: dict[tuple[str, int, float], list[dict[str, Tensor]]] = {}
+    updates: Seen = {}
     update = Updater.__call__
 
     def record(self: Updater, step: int, batch: Batch, *rest):
@@ -32,6 +37,11 @@ def seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, int
         return update(self, step, batch, *rest)
 
     monkeypatch.setattr(Updater, "__call__", record)
+    return updates
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> CompareConfig:
     (tmp_path / "text.txt").write_text("".join(chr(97 + n * n % 23) for n in range(2000)))
     base = TrainConfig(
         model=DecoderConfig(dim=16, n_layers=2, n_heads=2, ffn_dim=16, tied=False),
@@ -40,12 +50,17 @@ def seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, int
         batch_size=4,
         device="cpu",
     )
-    config = CompareConfig(placements=PLACEMENTS, lrs=(1e-3, 1e-2), seeds=(0, 1), base=base, out=tmp_path / "out")
-    compare(config, console=Console(file=io.StringIO()))
-    return updates
+    return CompareConfig(lrs=(1e-3,), base=base, out=tmp_path / "out")
 
 
-def test_same_samples_and_same_start(seen: dict[tuple[str, int, float], list[dict[str, Tensor]]]):
+def start_of(config: CompareConfig) -> str:
+    """Compare; return the sentence on how the models start."""
+    return compare(config, console=Console(file=io.StringIO()))["start"]
+
+
+def test_same_samples_and_same_start(config: CompareConfig, seen: Seen):
+    start = start_of(replace(config, placements=("pre", "post", "siamese"), lrs=(1e-3, 1e-2), seeds=(0, 1)))
+    assert start == "started from the same values wherever two models have the same parameter"
     assert len(seen) == 3 * 2 * 2
     for (_, seed, _), updates in seen.items():
         reference = seen["pre", seed, 1e-3]
@@ -67,3 +82,25 @@ def test_same_samples_and_same_start(seen: dict[tuple[str, int, float], list[dic
     # After an update with another learning rate, the weights do differ.
     name = "tok_embeddings.weight"
     assert not torch.equal(seen["pre", 0, 1e-3][1][name], seen["pre", 0, 1e-2][1][name])
+
+
+@pytest.mark.parametrize("init", ["placement", "plain"])
+def test_a_placement_with_a_scheme_of_its_own(config: CompareConfig, seen: Seen, init: Literal["placement", "plain"]):
+    """Pre-Norm brings plain, SiameseNorm (hybrid-pre) megatron_full, which scales what writes to the stream."""
+    model = replace(config.base.model, init=init)
+    start = start_of(replace(config, placements=("pre", "siamese_hybrid_pre"), base=replace(config.base, model=model)))
+    pre, hybrid = (seen[name, 0, 1e-3][0] for name in ("pre", "siamese_hybrid_pre"))
+    shared = [name for name in pre if name in hybrid and ".join." not in name and ".read." not in name]
+    equal = all(torch.equal(pre[name], hybrid[name]) for name in shared)
+    if init == "plain":
+        assert equal
+        assert start == "started from the same values wherever two models have the same parameter"
+    else:
+        assert not equal
+        assert "plain for Pre-Norm and megatron_full for SiameseNorm (hybrid-pre); set model.init" in start
+    assert start in html.unescape((config.out / "report.html").read_text())
+
+
+def test_a_start_from_given_weights_is_named(config: CompareConfig):
+    base = replace(config.base, init_from=Path("runs/before"))
+    assert comparison.start(["pre", "siamese_hybrid_pre"], base) == "started from the weights in runs/before"

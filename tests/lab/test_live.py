@@ -1,14 +1,22 @@
 import io
+from contextlib import suppress
 
 import pytest
 from rich.console import Console
 
 from normstream.lab.live import LiveTable, PlainLines, RunState, display, remaining, remaining_in_all
+from normstream.training import RunResult
 
 FINISHED = {
     "status": "finished", "steps": 10, "train_loss": 2.5, "best_val_loss": 2.4, "spikes": 1, "tokens_per_second": 900.0,
     "curve": {"grad_norm": [3.0]}, "diverged": False, "collapsed": False, "seconds": 20.0, "cause": None,
 }  # fmt: skip
+
+RESULT = RunResult(
+    steps=10, train_loss=2.5, val_loss=2.4, best_val_loss=2.4, diverged=False, diverged_step=None, cause=None,
+    collapsed=True, unigram_loss=2.4, spikes=0, skipped=0, tokens_per_second=900.0, seconds=20.0, parameters=1,
+    non_embedding_parameters=1,
+)  # fmt: skip
 
 
 def train_row(step: int, loss: float | None = 3.0) -> dict:
@@ -69,6 +77,33 @@ def test_plain_lines():
         "left 16s, in all 36s",
         "[1/2] Pre-Norm lr 0.002 seed 0: finished, best validation loss 2.400",
     ]
+
+
+@pytest.mark.parametrize("steps_now", [[], [9, 10]])
+def test_a_single_run(steps_now):
+    """A run outside of a comparison is said to start with its first row; one that had ended before has no row."""
+    said: list[str] = []
+    state = RunState("pre", 0.002, 0, steps=10)
+    with PlainLines([state], said.append) as show:
+        assert said == []
+        for step in steps_now:
+            show.row(train_row(step))
+        show.finish(RESULT)
+    assert (state.step, state.status, state.outcome) == (10, "finished", "collapsed")
+    assert state.grad_norm == (0.5 if steps_now else None)
+    assert said == ["[1/1] Pre-Norm lr 0.002 seed 0: starts, 10 steps"] * bool(steps_now) + [
+        "[1/1] Pre-Norm lr 0.002 seed 0: finished, collapsed, best validation loss 2.400"
+    ]
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_run_that_is_broken_off(terminal):
+    states = two_states()
+    show = display(states, Console(file=io.StringIO(), force_terminal=terminal))
+    with suppress(KeyboardInterrupt), show:
+        show.row(train_row(1))
+        raise KeyboardInterrupt
+    assert [state.status for state in states] == ["interrupted", "pending"]
 
 
 def test_chooses_by_terminal():

@@ -52,6 +52,14 @@ def test_loss_limits_show_the_ends_and_not_a_diverged_run(made_up_summary):
     assert low < 2.0 < 3.0 < high < 4.0
 
 
+def test_learning_rates_as_far_apart_as_a_comparison_takes(made_up_summary):
+    summary = made_up_summary({("pre", 1e-30): [3.0], ("siamese", 1e-30): [3.0], ("pre", 1e30): [None]})
+    drawn = {picture.name: picture.panels for picture in pictures(summary)}
+    svg = drawn["loss-by-rate"][0].svg
+    assert ">1e-30<" in svg
+    assert ">1e30<" in svg
+
+
 def test_ratio_of_the_streams_layer_by_layer():
     assert ratios([1.0, 3.0, None, 1.0], [2.0, 1.5, 1.0, 0.0]) == {0: 0.5, 1: 2.0}
 

@@ -1,7 +1,15 @@
 import json
 
+import pytest
+
 from normstream.lab.record import curve, read_run
 from normstream.training import RunFolder, RunResult
+
+RESULT = RunResult(
+    steps=200, train_loss=7.0, val_loss=6.9, best_val_loss=3.0, diverged=True, diverged_step=90, cause="loss above",
+    collapsed=True, unigram_loss=3.2, spikes=0, skipped=0, tokens_per_second=1.0, seconds=1.0, parameters=1,
+    non_embedding_parameters=1,
+)  # fmt: skip
 
 
 def rows(n: int) -> list[dict]:
@@ -34,14 +42,19 @@ def test_a_folder_that_does_not_exist_is_a_pending_run(tmp_path):
 
 
 def test_a_run_that_diverged_is_not_counted_as_collapsed_too(tmp_path):
-    result = RunResult(
-        steps=200, train_loss=7.0, val_loss=6.9, best_val_loss=3.0, diverged=True, diverged_step=90, cause="loss above",
-        collapsed=True, unigram_loss=3.2, spikes=0, skipped=0, tokens_per_second=1.0, seconds=1.0, parameters=1,
-        non_embedding_parameters=1,
-    )  # fmt: skip
-    RunFolder(tmp_path).write_result(result)
+    RunFolder(tmp_path).write_result(RESULT)
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(rows(1)[0]) + "\n")
     entry = read_run(tmp_path, steps=200)
     assert (entry["status"], entry["diverged"], entry["collapsed"]) == ("finished", True, False)
+
+
+@pytest.mark.parametrize("rows", [None, "", '{"kind": "eval", "step": 1, "loss": 2.0}\n'])
+def test_a_run_that_ended_has_training_rows(tmp_path, rows):
+    RunFolder(tmp_path).write_result(RESULT)
+    if rows is not None:
+        (tmp_path / "metrics.jsonl").write_text(rows)
+    with pytest.raises(ValueError, match=r"metrics\.jsonl has no training rows although the run has ended"):
+        read_run(tmp_path, steps=200)
 
 
 def test_a_running_folder(tmp_path):

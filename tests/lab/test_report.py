@@ -2,6 +2,7 @@ import re
 import shutil
 import subprocess
 from html.parser import HTMLParser
+from pathlib import Path
 
 import matplotlib as mpl
 import pytest
@@ -143,13 +144,32 @@ def test_with_many_placements_and_one_rate(made_up_summary):
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here to open the report in")
 def test_opens_in_a_browser(summary, tmp_path):
     write_report(summary, tmp_path / "report.html")
+    dom = dumped(tmp_path / "report.html")
+    assert f"<h1>{sentences(summary)[0]}</h1>" in dom
+    assert dom.count('<svg role="img"') == 11
+    assert dom.rstrip().endswith("</html>")
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here to open the report in")
+@pytest.mark.parametrize("width", [320, 390])
+def test_fits_the_width_of_a_screen(summary, tmp_path, width):
+    summary["command"] = "normstream compare --data " + "a-long-name/" * 20
+    write_report(summary, tmp_path / "report.html")
+    frame = f'<iframe src="report.html" style="width: {width}px; height: 844px; border: 0"></iframe>'
+    script = (
+        "onload = () => { const root = frames[0].document.documentElement;"
+        "document.title = root.scrollWidth - root.clientWidth }"
+    )
+    (tmp_path / "frame.html").write_text(f"<!doctype html><title>none</title>{frame}<script>{script}</script>")
+    dom = dumped(tmp_path / "frame.html", "--allow-file-access-from-files")
+    assert "<title>0</title>" in dom
+
+
+def dumped(page: Path, *more: str) -> str:
+    """The document that a browser makes of a page."""
     options = (
         "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --dump-dom "
-        f"--disable-component-update --disable-sync --user-data-dir={tmp_path / 'profile'} --window-size=390,844"
+        f"--disable-component-update --disable-sync --user-data-dir={page.with_name('profile')} --window-size=390,844"
     ).split()
-    found = subprocess.run(
-        [str(CHROMIUM), *options, (tmp_path / "report.html").as_uri()], capture_output=True, text=True, timeout=60
-    )
-    assert f"<h1>{sentences(summary)[0]}</h1>" in found.stdout
-    assert found.stdout.count('<svg role="img"') == 11
-    assert found.stdout.rstrip().endswith("</html>")
+    command = [str(CHROMIUM), *options, *more, page.as_uri()]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60).stdout

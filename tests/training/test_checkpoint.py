@@ -1,3 +1,4 @@
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -8,7 +9,14 @@ from torch import nn
 
 from normstream import DecoderConfig, DecoderLM, initialize
 from normstream.optim import OptimizerConfig, adamw
-from normstream.training import config_to_dict, find_checkpoint, list_checkpoints, load_model, read_checkpoint
+from normstream.training import (
+    config_to_dict,
+    find_checkpoint,
+    list_checkpoints,
+    load_model,
+    read_checkpoint,
+    read_checkpoint_config,
+)
 from normstream.training.checkpoint import (
     load_optimizer_tensors,
     model_tensors,
@@ -20,14 +28,20 @@ from normstream.training.checkpoint import (
 
 @pytest.fixture
 def model() -> DecoderLM:
-    made = DecoderLM(DecoderConfig(vocab_size=11, dim=8, n_layers=1, n_heads=2))
+    made = DecoderLM(DecoderConfig(vocab_size=11, dim=8, n_layers=1, n_heads=2, max_seq_len=128, tied=True))
     initialize(made, seed=0)
     return made
 
 
-def save(model: DecoderLM, folder: Path, step: int, keep: int = 9) -> Path:
-    state = {"config": {"model": config_to_dict(model.config)}}
-    return save_checkpoint(folder, step, model_tensors(model), {}, state, keep)
+def save(model: DecoderLM, folder: Path, step: int, keep: int = 9, tokenizer: str | None = None) -> Path:
+    state = {
+        "config": {"model": config_to_dict(model.config)},
+        "corpus_hash": "0" * 64,
+        "metrics_bytes": 0,
+        "scaler": {},
+        "progress": {"step": step},
+    }
+    return save_checkpoint(folder, step, model_tensors(model), {}, state, keep, tokenizer)
 
 
 def test_model_comes_back(model: DecoderLM, tmp_path: Path):
@@ -79,6 +93,44 @@ def test_other_format(model: DecoderLM, tmp_path: Path):
     for read in (load_model, read_checkpoint):
         with pytest.raises(ValueError, match="format 2; this version of normstream reads 1"):
             read(path)
+
+
+def test_tokenizer_is_verified(model: DecoderLM, tmp_path: Path):
+    path = save(model, tmp_path, 3, tokenizer='{"a": 1}')
+    digests = json.loads((path / "state.json").read_text())["sha256"]
+    assert digests["tokenizer.json"] == hashlib.sha256(b'{"a": 1}').hexdigest()
+    assert read_checkpoint_config(path).data.tokenizer == str(path / "tokenizer.json")
+    for damage in ((path / "tokenizer.json").write_text, lambda _: (path / "tokenizer.json").unlink()):
+        damage('{"a": 2}')
+        for read in (read_checkpoint, read_checkpoint_config):
+            with pytest.raises(ValueError, match=r"tokenizer\.json is (not what was saved|missing)"):
+                read(path)
+
+
+def test_bytes_need_no_tokenizer_file(model: DecoderLM, tmp_path: Path):
+    assert read_checkpoint_config(save(model, tmp_path, 3)).data.tokenizer == "bytes"
+
+
+@pytest.mark.parametrize("key", ["step", "sha256", "config", "corpus_hash", "metrics_bytes", "scaler", "progress"])
+def test_state_without_a_key(key: str, model: DecoderLM, tmp_path: Path):
+    path = save(model, tmp_path, 3)
+    state = json.loads((path / "state.json").read_text())
+    del state[key]
+    (path / "state.json").write_text(json.dumps(state))
+    with pytest.raises(ValueError, match=rf"state\.json is incomplete: {key} missing"):
+        read_checkpoint(path)
+
+
+def test_steps_that_disagree(model: DecoderLM, tmp_path: Path):
+    path = save(model, tmp_path, 3).rename(tmp_path / "step_00000005")
+    with pytest.raises(ValueError, match=r"step says 3, progress\.step says 3, the folder's name says 5"):
+        read_checkpoint(path)
+    path = path.rename(tmp_path / "best")  # a name of one's own says nothing about the step
+    assert read_checkpoint(path).step == 3
+    state = json.loads((path / "state.json").read_text()) | {"step": 4}
+    (path / "state.json").write_text(json.dumps(state))
+    with pytest.raises(ValueError, match=r"step says 4, progress\.step says 3"):
+        read_checkpoint(path)
 
 
 def test_no_checkpoint(tmp_path: Path):

@@ -33,7 +33,7 @@ def test_every_target_counts_once(model: DecoderLM, data: Data):
 
 def test_a_uniform_guess(model: DecoderLM):
     with torch.no_grad():
-        model.tok_embeddings.weight.zero_()
+        model.lm_head.weight.zero_()
     # 100 tokens that stand for 250 bytes
     packed = PackedTokens(np.arange(100), seq_len=9, eot=256, n_bytes=250)
     scores = evaluate(model, packed)
@@ -49,7 +49,7 @@ def test_mode_is_restored_and_dropout_is_off(model: DecoderLM, data: Data):
 
 
 def test_batches_are_spread_over_the_text(data: Data):
-    batches = eval_batches(data.validation, batch_size=2, batches=3)
+    batches = list(eval_batches(data.validation, batch_size=2, batches=3))
     n = len(data.validation)
     expected = torch.cat([data.validation.sample(i * n // 6).inputs_BT for i in range(6)])
     assert torch.equal(torch.cat([batch.inputs_BT for batch in batches]), expected)
@@ -58,3 +58,28 @@ def test_batches_are_spread_over_the_text(data: Data):
 def test_text_without_a_sample(model: DecoderLM):
     with pytest.raises(ValueError, match="shorter than one sample of 9"):
         evaluate(model, PackedTokens(np.arange(5), seq_len=8, eot=256, n_bytes=5))
+
+
+@pytest.mark.parametrize("across", [False, True])
+def test_text_of_end_of_text_only(across: bool, model: DecoderLM):
+    packed = PackedTokens(np.full(50, 256), seq_len=8, eot=256, n_bytes=0, cross_document_attention=across)
+    with pytest.raises(ValueError, match="no token to predict, they are end-of-text only"):
+        evaluate(model, packed)
+
+
+def test_samples_without_a_target(model: DecoderLM):
+    tokens = np.full(50, 256)
+    tokens[-1] = 7  # the tail is in no sample
+    with pytest.raises(ValueError, match="no token to predict"):
+        evaluate(model, PackedTokens(tokens, seq_len=8, eot=256, n_bytes=1))
+
+
+def test_batches_are_made_one_at_a_time(monkeypatch: pytest.MonkeyPatch):
+    made: list[int] = []
+    real = PackedTokens.batch
+    monkeypatch.setattr(PackedTokens, "batch", lambda self, samples: made.append(len(samples)) or real(self, samples))
+    batches = eval_batches(PackedTokens(np.arange(81), seq_len=8, eot=256, n_bytes=81), batch_size=4, batches=None)
+    assert made == []
+    next(batches)
+    assert made == [4]
+    assert [len(batch.inputs_BT) for batch in batches] == [4, 2]

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -64,7 +65,8 @@ def test_run_equals_a_loop_written_by_hand(config: Make, data: Data, tmp_path: P
 
 def test_run_learns_and_leaves_its_files(config: Make, data: Data, tmp_path: Path):
     seen: list[dict[str, Any]] = []
-    result = train(config(steps=40), tmp_path / "run", data=data, on_row=seen.append)
+    # so small a start that the first guess is nearly uniform
+    result = train(config(steps=40, init_std=0.02), tmp_path / "run", data=data, on_row=seen.append)
     assert seen == read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert seen[0]["loss"] == pytest.approx(math.log(257), abs=0.2)
     assert result.val_loss is not None
@@ -117,6 +119,15 @@ def test_nothing_is_written_for_a_wrong_config(config: Make, data: Data, tmp_pat
         train(config(device="gpu"), tmp_path / "run", data=data)
     with pytest.raises(ValueError, match="another config"):
         train(config(seq_len=8), tmp_path / "run", data=data)
+    with pytest.raises(ValueError, match="no checkpoint in"):
+        train(config(init_from=tmp_path / "nowhere"), tmp_path / "run", data=data)
+    assert not (tmp_path / "run").exists()
+
+
+def test_validation_text_without_a_target(config: Make, data: Data, tmp_path: Path):
+    empty = replace(data.validation, tokens=np.full(200, data.validation.eot))
+    with pytest.raises(ValueError, match=r"validation: .* no token to predict"):
+        train(config(), tmp_path / "run", data=replace(data, validation=empty))
     assert not (tmp_path / "run").exists()
 
 

@@ -50,6 +50,18 @@ def test_last_line_cut_off_by_a_kill_is_left_out(tmp_path: Path):
         read_metrics(tmp_path / "m.jsonl")
 
 
+@pytest.mark.parametrize("line", ["null", "[]", "3", "{}"])
+def test_line_that_is_no_row(line: str, tmp_path: Path):
+    (tmp_path / "m.jsonl").write_text(f'{{"kind": "train", "step": 1}}\n{line}\n')
+    with pytest.raises(ValueError, match=r"m\.jsonl, line 2"):
+        read_metrics(tmp_path / "m.jsonl", "train")
+
+
+def test_missing_file(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"cannot read metrics from .*m\.jsonl: No such file"):
+        read_metrics(tmp_path / "m.jsonl")
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
 def test_full_disk_names_the_file(tmp_path: Path):
     writer = MetricsWriter(tmp_path / "m.jsonl")

@@ -1,6 +1,7 @@
 """An interrupted and resumed run equals the uninterrupted one to the last bit."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from normstream.training import (
     TrainConfig,
     config_to_yaml,
     list_checkpoints,
+    loop,
     read_checkpoint,
     read_metrics,
     train,
@@ -239,6 +241,61 @@ def test_only_damaged_checkpoints(config: Make, data: Data, tmp_path: Path):
     with pytest.raises(ValueError, match="no intact checkpoint"):
         train(config(), tmp_path / "run", data=data, resume=True)
     assert damaged.exists()
+
+
+def test_fewer_steps_than_are_done(config: Make, data: Data, tmp_path: Path):
+    train(config(), tmp_path / "run", data=data)
+    before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
+    with pytest.raises(ValueError, match="has done 12 steps, so steps must be above that to go on, got 6"):
+        train(config(steps=6), tmp_path / "run", data=data, resume=True, accept_changes=True)
+    assert before == {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
+
+
+def test_same_text_by_another_path(config: Make, text_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(Interrupted):
+        train(config(), tmp_path / "run", on_row=stop_at(5))
+    monkeypatch.chdir(text_folder.parent)
+    assert train(config(source=text_folder.name), tmp_path / "run", resume=True).steps == 12
+
+
+def test_same_text_elsewhere_is_a_change(config: Make, text_folder: Path, tmp_path: Path):
+    with pytest.raises(Interrupted):
+        train(config(), tmp_path / "run", on_row=stop_at(5))
+    shutil.copytree(text_folder, tmp_path / "copy")
+    with pytest.raises(ValueError, match=r"another data\.source"):
+        train(config(source=str(tmp_path / "copy")), tmp_path / "run", resume=True)
+
+
+def test_tokenizer_that_is_gone_falls_back(config: Make, tmp_path: Path):
+    bpe, run = config(tokenizer="bpe:260"), tmp_path / "run"
+    with pytest.raises(Interrupted):
+        train(bpe, run, on_row=stop_at(11))
+    (run / "checkpoints" / "step_00000011" / "tokenizer.json").unlink()
+    with pytest.warns(UserWarning, match=r"step_00000011.tokenizer.json is missing.*resuming from step_00000010"):
+        assert train(bpe, run, resume=True).steps == 12
+
+
+def test_config_survives_a_kill_while_it_is_changed(
+    config: Make, data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    run = tmp_path / "run"
+    with pytest.raises(Interrupted):
+        train(config(), run, data=data, on_row=stop_at(5))
+    old, real = (run / "config.yaml").read_text(), loop.write_text
+
+    def killed(path: Path, text: str) -> None:
+        if path.name == "config.yaml":
+            raise RuntimeError("killed")
+        real(path, text)
+
+    monkeypatch.setattr(loop, "write_text", killed)
+    with pytest.raises(RuntimeError, match="killed"):
+        train(config(lr=5e-3), run, data=data, resume=True, accept_changes=True)
+    assert (run / "config.yaml").read_text() == old
+    monkeypatch.undo()
+    assert train(config(lr=5e-3), run, data=data, resume=True, accept_changes=True).steps == 12
+    assert (run / "config_before_step_00000006.yaml").read_text() == old
+    assert "lr: 0.005" in (run / "config.yaml").read_text()
 
 
 def test_other_text_is_refused(config: Make, data: Data, tmp_path: Path):

@@ -83,6 +83,16 @@ def test_update_that_is_not_finite_leaves_everything_as_it_was(config: Make, dat
     assert all(torch.equal(moments[p], s["exp_avg"]) for p, s in run.optimizer.state.items())
 
 
+def test_batch_without_a_target(config: Make, data: Data):
+    batch = Loader(data.train, 4, seed=0).batch(0)
+    batch = replace(batch, targets_BT=torch.full_like(batch.targets_BT, -100))
+    run = updater(config(weight_decay=0.0))
+    before = {name: p.clone() for name, p in run.model.named_parameters()}
+    update = run(1, batch)
+    assert (update.loss, update.grad_norm, update.applied) == (0.0, 0.0, True)
+    assert all(torch.equal(before[name], p) for name, p in run.model.named_parameters())
+
+
 def test_probe_measures_the_streams_and_gradients_of_the_real_pass(config: Make, data: Data):
     c = config(placement="siamese", tied=False, grad_accumulation=2, clip=0.01)
     batch = Loader(data.train, 4, seed=0).batch(0)
@@ -112,7 +122,7 @@ def test_probe_under_recomputation_and_with_a_tied_head(config: Make, data: Data
     batch = Loader(data.train, 4, seed=0).batch(0)
     rows = []
     for on in (False, True):
-        run = updater(config(activation_checkpointing=on))
+        run = updater(config(activation_checkpointing=on, tied=True))
         with LayerProbe(run.model) as probe:
             run(1, batch, probe)
         rows.append(probe.row(1))

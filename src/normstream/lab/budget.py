@@ -1,7 +1,6 @@
 """How many steps fit into a given time: measure a few warm steps of every placement, then divide."""
 
 import re
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +15,8 @@ WARM_STEPS = 3
 TIMED_STEPS = 5
 FEWEST_STEPS = 20
 RESERVE = 0.05
+SAFE_LR = 1e-12
+"""A step costs the same at any learning rate, but at a high one the measuring run could end early."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,12 @@ def parse_budget(text: str) -> float:
     return float(seconds)
 
 
-def measure(config: TrainConfig, data: Data, clock: Callable[[], float] = time.perf_counter) -> Cost:
-    """Train for a few steps in a temporary folder and return what a run of this configuration costs."""
+def measure(config: TrainConfig, folder: Path, *, data: Data, clock: Callable[[], float] = time.perf_counter) -> Cost:
+    """Train for a few steps in a new folder and return what a run of this configuration costs.
+
+    Raises:
+        ValueError: if the run breaks within these steps, which its learning rate cannot be the cause of.
+    """
     times: dict[str, list[float]] = {"train": [], "eval": []}
 
     def note(row: dict[str, Any]) -> None:
@@ -55,13 +60,20 @@ def measure(config: TrainConfig, data: Data, clock: Callable[[], float] = time.p
             times[row["kind"]].append(clock())
 
     steps = WARM_STEPS + TIMED_STEPS
-    short = replace(config, steps=steps, schedule=replace(config.schedule, warmup=0), eval_every=steps)
+    short = replace(
+        config,
+        optimizer=replace(config.optimizer, lr=SAFE_LR),
+        schedule=replace(config.schedule, warmup=0),
+        steps=steps,
+        eval_every=steps,
+    )
     started = clock()
-    with tempfile.TemporaryDirectory() as folder:
-        train(short, Path(folder) / "run", data=data, on_row=note)
-        total = clock() - started
+    result = train(short, folder, data=data, on_row=note)
+    total = clock() - started
+    if result.steps < steps:
+        raise ValueError(f"cannot measure the speed of {config.model.placement}: {result.cause} at any learning rate")
     step = (times["train"][-1] - times["train"][WARM_STEPS - 1]) / TIMED_STEPS
-    evaluation = times["eval"][-1] - times["train"][-1] if times["eval"] else 0.0
+    evaluation = times["eval"][-1] - times["train"][-1]
     return Cost(max(0.0, total - steps * step - evaluation), step, evaluation)
 
 
@@ -83,6 +95,7 @@ def choose_steps(seconds: float, costs: Sequence[Cost], runs_per_placement: int,
         needed = (fixed + FEWEST_STEPS * per_step) / (1 - RESERVE)
         raise ValueError(
             f"the budget is too small: {FEWEST_STEPS} steps of every run need about {needed:.0f} s here, "
-            f"{seconds:.0f} s are left after measuring; give more time, fewer runs or a smaller model"
+            f"{seconds:.0f} s are left after loading the data and measuring; give more time, fewer runs or a smaller "
+            "model"
         )
     return steps

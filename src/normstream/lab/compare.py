@@ -1,6 +1,9 @@
 """Comparing placements on equal terms: one run for every placement, learning rate and seed, then a summary."""
 
 import gc
+import re
+import tempfile
+import time
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -9,20 +12,22 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from normstream import placements
 from normstream.__about__ import __version__
 from normstream.data import Data, load_data
 from normstream.lab.budget import choose_steps, measure, parse_budget
-from normstream.lab.conclusion import conclusion
 from normstream.lab.live import RunState, display
 from normstream.lab.plan import CompareConfig, Run
 from normstream.lab.record import read_run
-from normstream.lab.report import flatten, write_report
-from normstream.lab.style import label
-from normstream.lab.summary import FORMAT, read_summary, table, write_summary
+from normstream.lab.report import flatten
+from normstream.lab.saver import Saver
+from normstream.lab.style import join_words, label
+from normstream.lab.summary import FORMAT, read_summary
 from normstream.models import DecoderConfig, DecoderLM
 from normstream.training.config import TrainConfig, resolve, resolve_device
 from normstream.training.config_file import config_to_dict, config_to_yaml
 from normstream.training.files import write_text
+from normstream.training.lock import FolderLock
 from normstream.training.loop import OnRow, train
 from normstream.training.run_folder import environment
 from normstream.training.signals import Interrupted
@@ -39,10 +44,10 @@ def compare(
     """Run a comparison and return its summary.
 
     The folder `config.out` gets `config.yaml`, one run folder for each run and, after every run, `summary.json`,
-    `summary.csv` and `report.html`. All runs read one data object in an order that depends on the seed alone, start
-    from values that depend on the seed, the parameter's name and the initialization scheme alone (a placement brings
-    its own unless `model.init` names one), and do the same number of updates on the same number of tokens.
-    A run that is out of memory is marked with advice and the others go on.
+    `summary.csv` and `report.html` (the last not after every short run). All runs read one data object in an order
+    that depends on the seed alone, start from values that depend on the seed, the parameter's name and the
+    initialization scheme alone (a placement brings its own unless `model.init` names one), and do the same number of
+    updates on the same number of tokens. A run that is out of memory is marked with advice and the others go on.
 
     Args:
         config: what to compare.
@@ -53,58 +58,58 @@ def compare(
     Raises:
         ValueError: before the first run, for a folder that is in use, data or models that do not fit, or a resumed
             comparison whose configuration differs, with the keys that do.
+        MemoryError: at the end, if every run was out of memory.
         Interrupted: after SIGTERM or Ctrl-C; everything is saved.
     """
+    began = time.perf_counter()
     console = console or Console()
-    runs = config.runs()
-    old = open_folder(config.out, resume)
+    open_folder(config.out, resume)
     resolve_device(config.base.device)
     data = load_data(config.base.data)
     base = resolve(config.base, data)
-    parameters = {run.placement: count_parameters(run.config(base).model) for run in runs}
+    parameters = {run.placement: count_parameters(run.config(base).model) for run in config.runs()}
     say(console, parameter_line(parameters))
-
-    chosen = old["budget"] if old else budget(config, base, data, console)
-    if config.budget and chosen:
-        base = replace(base, steps=chosen["steps"])
-    summary = describe(config, base, data, old["command"] if old else command) | {"budget": chosen}
-    if old:
-        refuse_changes(old, summary, config.out)
-        summary["created"] = old["created"]
-    summary["runs"] = [entry(run, config.out, base.steps, parameters[run.placement]) for run in runs]
-
-    config.out.mkdir(parents=True, exist_ok=True)
-    write_text(config.out / "config.yaml", config_to_yaml(config))
-    save(summary, config.out)
-    try:
-        run_all(runs, base, data, summary, config.out, console)
-    except Interrupted as stopped:
-        say(console, f"{stopped}. Everything is saved: give the same command and --resume to go on.")
-        raise
+    with FolderLock(config.out):
+        old = open_folder(config.out, resume)
+        chosen = old["budget"] if old else budget(config, base, data, began, console)
+        if config.budget and chosen:
+            base = replace(base, steps=chosen["steps"])
+        summary = describe(config, base, data, old["command"] if old else command) | {"budget": chosen}
+        if old:
+            refuse_changes(old, summary, config.out)
+            summary["created"] = old["created"]
+        summary["runs"] = [entry(run, config.out, base.steps, parameters[run.placement]) for run in config.runs()]
+        write_text(config.out / "config.yaml", config_to_yaml(config))
+        run_all(config.runs(), base, data, Saver(summary, config.out), console)
     say(console, f"\n{summary['conclusion']}\n\nReport: {config.out / 'report.html'}")
+    if all(run["status"] == "out_of_memory" for run in summary["runs"]):
+        raise MemoryError(f"no run could be finished; {OUT_OF_MEMORY}")
     return summary
 
 
-def run_all(
-    runs: list[Run], base: TrainConfig, data: Data, summary: dict[str, Any], out: Path, console: Console
-) -> None:
-    """Do every run that is not finished; whatever happens, the summary says how far each has come."""
+def run_all(runs: list[Run], base: TrainConfig, data: Data, saver: Saver, console: Console) -> None:
+    """Do every run that is not finished; whatever happens, the summary and the report say how far each has come."""
+    entries = saver.summary["runs"]
     states = [RunState(run.placement, run.lr, run.seed, base.steps) for run in runs]
-    for state, known in zip(states, summary["runs"], strict=True):
+    for state, known in zip(states, entries, strict=True):
         state.close(known)
-    with display(states, console) as show:
-        for index, run in enumerate(runs):
-            if summary["runs"][index]["status"] == "finished":
-                continue
-            show.start(index)
-            status: dict[str, Any] = {"status": "interrupted"}
-            try:
-                status = run_one(run.config(base), out / run.folder, data, show.row)
-            finally:
-                parameters = summary["runs"][index]["parameters"]
-                summary["runs"][index] = entry(run, out, base.steps, parameters) | status
-                save(summary, out)
-            show.end(summary["runs"][index])
+    saver.save()
+    try:
+        with saver, display(states, console) as show:
+            for index, run in enumerate(runs):
+                if entries[index]["status"] == "finished":
+                    continue
+                show.start(index)
+                status: dict[str, Any] = {"status": "interrupted"}
+                try:
+                    status = run_one(run.config(base), saver.out / run.folder, data, show.row)
+                finally:
+                    entries[index] = entry(run, saver.out, base.steps, entries[index]["parameters"]) | status
+                    saver.save()
+                show.end(entries[index])
+    except Interrupted as stopped:
+        say(console, f"{stopped}. Everything is saved: give the same command and --resume to go on.")
+        raise
 
 
 def run_one(config: TrainConfig, folder: Path, data: Data, on_row: OnRow) -> dict[str, Any]:
@@ -134,12 +139,17 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def open_folder(out: Path, resume: bool) -> dict[str, Any] | None:
-    """Return the summary to go on with, None for a new comparison; ValueError for a folder that is something else."""
-    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+    """Return the summary to go on with, None for a new comparison; ValueError for a folder that is something else.
+
+    A comparison that was killed before its first summary has done no run, so its folder is as good as new.
+    """
+    found = {path.name for path in out.iterdir()} if out.is_dir() else set()
+    started = {name for name in found if name != "config.yaml" and not re.fullmatch(r"\.lock|\..+\.tmp", name)}
+    if not out.exists() or (out.is_dir() and not started):
         return None
     if not resume:
         raise ValueError(f"folder {out} exists already; choose another one (--out), or go on in it (--resume)")
-    if not (out / "summary.json").is_file():
+    if "summary.json" not in found:
         raise ValueError(f"cannot resume: {out} has no summary.json, so no comparison was started in it")
     return read_summary(out / "summary.json")
 
@@ -164,14 +174,23 @@ def parameter_line(parameters: dict[str, int]) -> str:
     return "Parameters: " + ", ".join(f"{label(placement)} {n:,}" for placement, n in parameters.items())
 
 
-def budget(config: CompareConfig, base: TrainConfig, data: Data, console: Console) -> dict[str, Any] | None:
-    """Choose the steps that fit into the time, if one is given, and record what was measured."""
+def budget(
+    config: CompareConfig, base: TrainConfig, data: Data, began: float, console: Console
+) -> dict[str, Any] | None:
+    """Choose the steps that fit into the time since `began`, if one is given, and record what was measured."""
     if config.budget is None:
         return None
-    begun = datetime.now(UTC)
     first = {run.placement: run for run in reversed(config.runs())}
-    costs = {placement: measure(run.config(base), data) for placement, run in first.items()}
-    left = parse_budget(config.budget) - (datetime.now(UTC) - begun).total_seconds()
+    with tempfile.TemporaryDirectory() as name:
+        out = Path(name)
+        costs = {placement: measure(run.config(base), out / run.folder, data=data) for placement, run in first.items()}
+        trial = describe(config, base, data, "") | {"budget": None}
+        trial["runs"] = [
+            entry(first[run.placement], out, base.steps, 0) | {"lr": run.lr, "seed": run.seed} for run in config.runs()
+        ]
+        saver = Saver(trial, out)
+        saver.save()
+    left = parse_budget(config.budget) - (time.perf_counter() - began) - saver.report_seconds
     steps = choose_steps(left, list(costs.values()), len(config.lrs) * len(config.seeds), base.eval_every)
     replace(base, steps=steps)  # a warm-up longer than that is refused here
     say(console, f"Budget {config.budget}: {steps} steps for every run")
@@ -184,6 +203,7 @@ def describe(config: CompareConfig, base: TrainConfig, data: Data, command: str)
     shared = config_to_dict(base)
     # these differ from run to run
     del shared["model"]["placement"], shared["optimizer"]["lr"], shared["seed"]
+    names = list(dict.fromkeys(run.placement for run in config.runs()))
     about = environment() | {"device": str(resolve_device(base.device))}
     return {
         "format": FORMAT,
@@ -198,12 +218,28 @@ def describe(config: CompareConfig, base: TrainConfig, data: Data, command: str)
             "train_tokens": len(data.train.tokens),
             "unigram_loss": None,
         },
-        "placements": list(dict.fromkeys(run.placement for run in config.runs())),
+        "placements": names,
         "lrs": list(config.lrs),
         "seeds": list(config.seeds),
         "tokens_per_run": base.steps * base.batch_size * base.data.seq_len,
+        "start": start(names, base),
         "config": shared,
     }
+
+
+def start(names: list[str], base: TrainConfig) -> str:
+    """Say from which values the models of different placements start, compared with each other.
+
+    >>> start(["pre", "siamese"], TrainConfig())
+    'started from the same values wherever two models have the same parameter'
+    """
+    if base.init_from is not None:
+        return f"started from the weights in {base.init_from}"
+    schemes = {name: placements.get(name).init for name in names}
+    if base.model.init != "placement" or len(set(schemes.values())) == 1:
+        return "started from the same values wherever two models have the same parameter"
+    said = join_words([f"{scheme} for {label(name)}" for name, scheme in schemes.items()])
+    return f"started from the values of its placement's own initialization ({said}; set model.init to make them equal)"
 
 
 def refuse_changes(old: dict[str, Any], new: dict[str, Any], out: Path) -> None:
@@ -225,14 +261,3 @@ def entry(run: Run, out: Path, steps: int, parameters: int) -> dict[str, Any]:
     """The summary's entry of a run, as far as its folder knows it."""
     which = {"placement": run.placement, "lr": run.lr, "seed": run.seed, "path": run.folder}
     return which | read_run(out / run.folder, steps) | {"parameters": parameters}
-
-
-def save(summary: dict[str, Any], out: Path) -> None:
-    """Bring the table and the conclusion up to date and write everything."""
-    finished = [run for run in summary["runs"] if run["status"] == "finished"]
-    summary["data"]["unigram_loss"] = finished[0]["unigram_loss"] if finished else None
-    summary["unfinished"] = len(finished) < len(summary["runs"])
-    summary["table"] = table(summary)
-    summary["conclusion"] = conclusion(summary)
-    write_summary(summary, out)
-    write_report(summary, out / "report.html")

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from types import TracebackType
 from typing import Any
 
@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from normstream.lab.style import duration, label, number, rate, short
+from normstream.training.run_folder import RunResult
 from normstream.training.spikes import SpikeCounter
 
 STYLES = {"finished": "green", "running": "bold", "pending": "dim", "interrupted": "yellow", "out_of_memory": "red"}
@@ -109,7 +110,9 @@ class PlainLines:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        pass
+        state = self.states[self.current]
+        if error is not None and state.status == "running":
+            state.status = "interrupted"
 
     def say(self, text: str) -> None:
         """Print a line about the current run."""
@@ -122,8 +125,10 @@ class PlainLines:
         self.say(f"starts, {self.states[index].steps} steps")
 
     def row(self, row: dict[str, Any]) -> None:
-        """Take in one row of metrics."""
+        """Take in one row of metrics; the first one of a run that was not started before starts it."""
         state = self.states[self.current]
+        if state.status == "pending":
+            self.start(self.current)
         state.take(row, self.clock())
         if row["kind"] == "eval":
             self.say(
@@ -138,6 +143,11 @@ class PlainLines:
         state.close(entry)
         words = [state.status.replace("_", " "), state.outcome, f"best validation loss {number(state.best)}"]
         self.say(", ".join(filter(None, words)) + (f"; {entry['cause']}" if entry["cause"] else ""))
+
+    def finish(self, result: RunResult) -> None:
+        """Say how a run that belongs to no comparison ended; the gradient norm stays that of its last row."""
+        curve = {"grad_norm": [self.states[self.current].grad_norm]}
+        self.end(asdict(result) | {"status": "finished", "curve": curve})
 
 
 class LiveTable(PlainLines):
@@ -157,6 +167,7 @@ class LiveTable(PlainLines):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        super().__exit__(kind, error, trace)
         self.live.__exit__(kind, error, trace)
 
     def say(self, text: str) -> None:

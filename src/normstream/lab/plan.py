@@ -1,6 +1,5 @@
 """What a comparison consists of: its configuration, checked before anything runs, and the list of its runs."""
 
-import math
 import re
 from collections import Counter
 from collections.abc import Hashable, Sequence
@@ -15,6 +14,8 @@ from normstream.lab.budget import parse_budget
 from normstream.models import DecoderConfig
 from normstream.optim import OptimizerConfig
 from normstream.training.config import TrainConfig
+
+LOWEST_LR, HIGHEST_LR = 1e-30, 1e30  # updates in float32 and the axes of pictures can hold these
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,9 @@ class CompareConfig:
         for name in ("placements", "lrs", "seeds"):
             if not getattr(self, name):
                 raise ValueError(f"{name} is empty; give at least one")
-        wrong = [lr for lr in self.lrs if not (lr > 0 and math.isfinite(lr))]
+        wrong = [lr for lr in self.lrs if not LOWEST_LR <= lr <= HIGHEST_LR]
         if wrong:
-            raise ValueError(f"learning rates must be finite and above 0, got {wrong[0]}")
+            raise ValueError(f"learning rates must lie between {LOWEST_LR:g} and {HIGHEST_LR:g}, got {wrong[0]}")
         if min(self.seeds) < 0:
             raise ValueError(f"seeds must not be negative, got {min(self.seeds)}")
         canonical = [str(placements.get(placement)) for placement in self.placements]

@@ -22,12 +22,20 @@ def read_run(folder: Path, steps: int) -> dict[str, Any]:
     Args:
         folder: the run folder; it need not exist yet.
         steps: steps of a whole run, which the curves are thinned by.
+
+    Raises:
+        ValueError: if the run has ended but its metrics are gone.
     """
     run = RunFolder(folder)
     result = run.read_result()
     known = asdict(result) if result else {"diverged": False, "collapsed": False}
     known["collapsed"] = known["collapsed"] and not known["diverged"]  # one failure is enough to tell of a run
     rows = read_metrics(run.metrics) if run.metrics.is_file() else []
+    if result and not any(row["kind"] == "train" for row in rows):
+        raise ValueError(
+            f"{run.metrics} has no training rows although the run has ended; restore it, or remove {folder} to repeat "
+            "the run"
+        )
     norms = [row["grad_norm"] for row in rows if row["kind"] == "train" and row["grad_norm"] is not None]
     return {
         "status": "finished" if result else "pending",

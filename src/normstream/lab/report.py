@@ -6,11 +6,10 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from normstream import placements
 from normstream.lab.conclusion import sentences
 from normstream.lab.panels import Key
 from normstream.lab.plots import pictures
-from normstream.lab.style import duration, join_words, label, looks, number, rate, short
+from normstream.lab.style import duration, label, looks, number, rate, short
 from normstream.lab.summary import COLLAPSE_MEANING, SPIKE_MEANING, table
 from normstream.training.files import write_text
 
@@ -42,28 +41,10 @@ def render(summary: dict[str, Any]) -> str:
         colours={placement: look.colour for placement, look in looks(all_placements(summary)).items()},
         pictures=pictures(summary),
         parameters=parameter_counts(summary),
-        start=start(summary),
         settings=sorted(flatten(summary["config"])),
         spike_meaning=SPIKE_MEANING,
         collapse_meaning=COLLAPSE_MEANING,
     )
-
-
-def start(summary: dict[str, Any]) -> str:
-    """Say how the models of different placements start compared with each other.
-
-    >>> model = {"init": "placement", "qkv_norm": "placement"}
-    >>> start({"runs": [{"placement": "pre"}, {"placement": "siamese"}], "config": {"model": model}})
-    'started from the same values wherever two models have the same parameter'
-    """
-    chosen = [placements.get(placement) for placement in all_placements(summary)]
-    model = summary["config"]["model"]
-    if model["init"] == "placement" and len({placement.init for placement in chosen}) > 1:
-        schemes = join_words([f"{placement.init} for {placement.title}" for placement in chosen])
-        return (
-            f"started from values that its placement's own recipe scales ({schemes}; set model.init to make them equal)"
-        )
-    return "started from the same values wherever two models have the same parameter"
 
 
 def all_placements(summary: dict[str, Any]) -> list[str]:

@@ -23,6 +23,12 @@ CSV_COLUMNS = (
     "placement", "lr", "seed", "status", "val_loss", "best_val_loss", "train_loss", "diverged", "diverged_step",
     "collapsed", "cause", "spikes", "max_grad_norm", "parameters", "steps", "tokens_per_second", "seconds", "path",
 )  # fmt: skip
+KEYS = (
+    *("format", "created", "command", "normstream", "environment", "data", "placements", "lrs", "seeds"),
+    *("tokens_per_run", "start", "config", "budget", "runs", "unfinished", "table", "conclusion"),
+)
+DATA_KEYS = ("source", "corpus_hash", "tokenizer", "train_tokens", "unigram_loss")
+RUN_KEYS = (*CSV_COLUMNS, "unigram_loss", "curve", "layers")
 NUMERIC = ("val_loss", "best_val_loss", "spikes", "max_grad_norm", "tokens_per_second")
 
 
@@ -114,13 +120,26 @@ def write_summary(summary: dict[str, Any], folder: Path) -> None:
 
 
 def read_summary(path: Path) -> dict[str, Any]:
-    """Read `summary.json`; ValueError when it is not one of ours or of another format."""
+    """Read `summary.json`; ValueError when it is not one of ours, of another format or incomplete."""
     summary = read_json(path)
     if summary.get("format") != FORMAT:
         raise ValueError(
             f"{path} has format {summary.get('format')!r}, expected {FORMAT}; read it with the version that wrote it"
         )
-    missing = {"runs", "config", "data", "environment", "placements", "lrs", "seeds", "command"} - summary.keys()
+    missing = missing_keys(summary)
     if missing:
-        raise ValueError(f"{path} is incomplete: {', '.join(sorted(missing))} missing")
+        raise ValueError(f"{path} is incomplete: {', '.join(missing)} missing; restore the file")
     return summary
+
+
+def missing_keys(summary: dict[str, Any]) -> list[str]:
+    """The keys that a summary, its data and its runs should have and do not.
+
+    >>> missing_keys(dict.fromkeys(KEYS) | {"data": dict.fromkeys(DATA_KEYS), "runs": [dict.fromkeys(RUN_KEYS[1:])]})
+    ['runs[0].placement']
+    """
+    missing = [key for key in KEYS if key not in summary]
+    missing += [f"data.{key}" for key in DATA_KEYS if key not in summary.get("data", DATA_KEYS)]
+    for index, run in enumerate(summary.get("runs", [])):
+        missing += [f"runs[{index}].{key}" for key in RUN_KEYS if key not in run]
+    return missing

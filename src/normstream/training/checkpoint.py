@@ -4,7 +4,7 @@
         model.safetensors      parameters (a tied one once, under its first name)
         optimizer.safetensors  optimizer state, as KEY/PARAMETER NAME
         tokenizer.json         the tokenizer, unless it is bytes
-        state.json             format, step, SHA-256 of both tensor files, config, and the state of the run
+        state.json             format, step, SHA-256 of the files above, config, and the state of the run
 
 A checkpoint is written under a temporary name, forced to the disk and renamed. Nothing in it can run code.
 """
@@ -31,6 +31,11 @@ from normstream.training.files import read_json, sync, write_json, write_text
 
 FORMAT = 1
 """Version of the layout above; a reader refuses every other."""
+STEP_FOLDER = r"step_\d{8,}"
+TENSOR_FILES = ("model.safetensors", "optimizer.safetensors")
+TOKENIZER_FILE = "tokenizer.json"
+STATE_KEYS = frozenset({"step", "sha256", "config", "corpus_hash", "metrics_bytes", "scaler", "progress"})
+"""What state.json has besides its format."""
 
 
 @dataclass(frozen=True)
@@ -112,26 +117,25 @@ def save_checkpoint(
     try:
         folder.mkdir(exist_ok=True)
         temporary.mkdir()
-        files = {"model.safetensors": dict(model), "optimizer.safetensors": dict(optimizer)}
-        for name, tensors in files.items():
-            save_file(tensors, temporary / name)
+        for name, tensors in zip(TENSOR_FILES, (model, optimizer), strict=True):
+            save_file(dict(tensors), temporary / name)
             sync(temporary / name)
         if tokenizer is not None:
-            write_text(temporary / "tokenizer.json", tokenizer)
-        digests = {name: _sha256(temporary / name) for name in files}
+            write_text(temporary / TOKENIZER_FILE, tokenizer)
+        digests = {path.name: _sha256(path) for path in sorted(temporary.iterdir())}
         write_json(temporary / "state.json", {"format": FORMAT, "step": step, "sha256": digests, **state})
-        for name in files:  # safetensors makes files that only their owner can read
+        for name in TENSOR_FILES:  # safetensors makes files that only their owner can read
             shutil.copymode(temporary / "state.json", temporary / name)
         sync(temporary)
         os.rename(temporary, path)
         sync(folder)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        number = (error.errno if isinstance(error, OSError) else None) or errno.EIO
+        number = error.errno if isinstance(error, OSError) else None
+        reason = os.strerror(number) if number else str(error)
         kept = ", ".join(p.name for p in list_checkpoints(folder)) or "none"
         advice = f"intact checkpoints: {kept}; make room and resume the run"
-        raise OSError(number, f"could not save the checkpoint: {reason} ({advice})", str(path)) from error
+        raise OSError(number or errno.EIO, f"could not save the checkpoint: {reason} ({advice})", str(path)) from error
     for old in list_checkpoints(folder)[:-keep]:
         _remove(old)
     return path
@@ -140,7 +144,7 @@ def save_checkpoint(
 def list_checkpoints(folder: Path) -> list[Path]:
     """The checkpoint folders in ``folder``, oldest first; empty if there is no such folder."""
     found = folder.iterdir() if folder.is_dir() else ()
-    return sorted(path for path in found if re.fullmatch(r"step_\d{8,}", path.name))
+    return sorted(path for path in found if re.fullmatch(STEP_FOLDER, path.name))
 
 
 def remove_leftovers(folder: Path) -> None:
@@ -156,8 +160,9 @@ def read_checkpoint(path: Path) -> Checkpoint:
         ValueError: naming the file that is missing, cut off or changed, or for an unknown format.
     """
     state = _read_state(path)
-    tensors = {name: _read_tensors(path / name, digest) for name, digest in state["sha256"].items()}
-    return Checkpoint(path, state["step"], state, tensors["model.safetensors"], tensors["optimizer.safetensors"])
+    model, optimizer = (_read_tensors(path / name, state) for name in TENSOR_FILES)
+    _verify_tokenizer(path, state)
+    return Checkpoint(path, state["step"], state, model, optimizer)
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -184,15 +189,19 @@ def load_model(path: Path) -> DecoderLM:
     state = _read_state(path)
     model = DecoderLM(config_from_dict(state["config"]["model"], DecoderConfig, "model."))
     weights = path / "model.safetensors"
-    load_model_tensors(model, _read_tensors(weights, state["sha256"][weights.name]), weights)
+    load_model_tensors(model, _read_tensors(weights, state), weights)
     return model.eval()
 
 
 def read_checkpoint_config(path: Path) -> TrainConfig:
-    """The config of the run that saved the checkpoint; its tokenizer is the one saved with it."""
-    config = config_from_dict(_read_state(path)["config"], TrainConfig)
-    saved = path / "tokenizer.json"
-    return replace(config, data=replace(config.data, tokenizer=str(saved))) if saved.is_file() else config
+    """The config of the run that saved the checkpoint; its tokenizer is the one saved with it.
+
+    Raises:
+        ValueError: if the checkpoint is incomplete or its tokenizer is not what was saved.
+    """
+    state = _read_state(path)
+    config, saved = config_from_dict(state["config"], TrainConfig), _verify_tokenizer(path, state)
+    return config if saved is None else replace(config, data=replace(config.data, tokenizer=str(saved)))
 
 
 def _read_state(path: Path) -> dict[str, Any]:
@@ -201,21 +210,42 @@ def _read_state(path: Path) -> dict[str, Any]:
         raise ValueError(
             f"{path} is a checkpoint of format {state.get('format')!r}; this version of normstream reads {FORMAT}"
         )
-    missing = {"step", "sha256", "config", "progress"} - state.keys()
+    missing = STATE_KEYS - state.keys() or set(TENSOR_FILES) - state["sha256"].keys()
     if missing:
         raise ValueError(f"{path / 'state.json'} is incomplete: {', '.join(sorted(missing))} missing")
+    steps = {"step": state["step"], "progress.step": state["progress"].get("step")}
+    if re.fullmatch(STEP_FOLDER, path.name):
+        steps["the folder's name"] = int(path.name.removeprefix("step_"))
+    if len(set(steps.values())) > 1:
+        found = ", ".join(f"{where} says {step}" for where, step in steps.items())
+        raise ValueError(f"{path / 'state.json'} does not belong to this checkpoint: {found}")
     return state
 
 
-def _read_tensors(path: Path, digest: str) -> dict[str, Tensor]:
+def _read_tensors(path: Path, state: Mapping[str, Any]) -> dict[str, Tensor]:
     try:
-        found = _sha256(path)
         tensors = load_file(path)
     except (OSError, SafetensorError) as error:
         raise ValueError(f"checkpoint file {path} is missing or cut off: {error}") from error
-    if found != digest:
-        raise ValueError(f"checkpoint file {path} is not what was saved: its SHA-256 differs from state.json's")
+    _verify(path, state)
     return tensors
+
+
+def _verify_tokenizer(path: Path, state: Mapping[str, Any]) -> Path | None:
+    """The checkpoint's tokenizer.json, None if it has none."""
+    if TOKENIZER_FILE not in state["sha256"]:
+        return None
+    _verify(path / TOKENIZER_FILE, state)
+    return path / TOKENIZER_FILE
+
+
+def _verify(path: Path, state: Mapping[str, Any]) -> None:
+    try:
+        found = _sha256(path)
+    except OSError as error:
+        raise ValueError(f"checkpoint file {path} is missing or cannot be read: {error.strerror}") from error
+    if found != state["sha256"][path.name]:
+        raise ValueError(f"checkpoint file {path} is not what was saved: its SHA-256 differs from state.json's")
 
 
 def _sha256(path: Path) -> str:

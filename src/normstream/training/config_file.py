@@ -72,7 +72,7 @@ def config_from_yaml(text: str, kind: type[T]) -> T:
     """
     try:
         values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(f"not valid YAML: {error}") from None
     return config_from_dict({} if values is None else values, kind)
 
@@ -106,7 +106,7 @@ def _typed(value: Any, hint: Any, where: str) -> Any:
     if hint is float and isinstance(value, int | str) and not isinstance(value, bool):
         try:  # YAML 1.1 reads 1e-3 as a string and 1 as an integer
             return float(value)
-        except ValueError:
+        except (ValueError, OverflowError):
             pass
     if type(value) is not hint:
         raise ValueError(f"{where} must be of type {hint.__name__}, got {value!r}")

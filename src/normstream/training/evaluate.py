@@ -4,6 +4,7 @@ Shape suffixes: B batch, T sequence, V vocabulary.
 """
 
 import math
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
@@ -15,6 +16,10 @@ from normstream.data import Batch, PackedTokens
 from normstream.models import DecoderLM
 from normstream.training.config import Precision
 
+NO_TARGET = (
+    "the samples to evaluate on have no token to predict, they are end-of-text only; "
+    "give other text, or more of it (eval_batches, validation_fraction)"
+)
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -34,8 +39,19 @@ def loss_sum(model: DecoderLM, batch: Batch) -> Tensor:
     return F.cross_entropy(logits_BTV.flatten(0, 1).to(high), batch.targets_BT.flatten(), reduction="sum")
 
 
-def eval_batches(packed: PackedTokens, batch_size: int, batches: int | None) -> list[Batch]:
+def count_targets(batch: Batch) -> int:
+    """How many targets count.
+
+    >>> count_targets(Batch(torch.tensor([[1, 2]]), torch.tensor([[2, -100]])))
+    1
+    """
+    return int((batch.targets_BT >= 0).sum())
+
+
+def eval_batches(packed: PackedTokens, batch_size: int, batches: int | None) -> Iterator[Batch]:
     """``batches`` batches of samples spread evenly over the text, all samples in order if None or if there are no more.
+
+    Each batch is made when its turn comes, so a long text stays where it is.
 
     Raises:
         ValueError: if the text has no sample.
@@ -44,22 +60,30 @@ def eval_batches(packed: PackedTokens, batch_size: int, batches: int | None) -> 
     if n == 0:
         raise ValueError(f"text of {len(packed.tokens)} tokens is shorter than one sample of {packed.seq_len + 1}")
     samples = np.arange(n) * len(packed) // n
-    return [packed.batch(samples[start : start + batch_size]) for start in range(0, n, batch_size)]
+    return (packed.batch(samples[start : start + batch_size]) for start in range(0, n, batch_size))
 
 
 @torch.no_grad()
-def mean_loss(model: DecoderLM, batches: list[Batch], precision: Precision = "fp32") -> float:
-    """The loss per target over batches, in evaluation mode; the mode of the model is restored."""
+def mean_loss(model: DecoderLM, batches: Iterable[Batch], precision: Precision = "fp32") -> float:
+    """The loss per target over batches, in evaluation mode; the mode of the model is restored.
+
+    Raises:
+        ValueError: if no batch has a target.
+    """
     device = next(model.parameters()).device
     was_training = model.training
     model.eval()
+    sums, targets = [], 0
     try:
         with autocast(precision, device):
-            sums = [loss_sum(model, batch.to(device)).double() for batch in batches]
+            for batch in batches:
+                sums.append(loss_sum(model, batch.to(device)))
+                targets += count_targets(batch)
     finally:
         model.train(was_training)
-    targets = sum(int((batch.targets_BT >= 0).sum()) for batch in batches)
-    return (torch.stack(sums).sum() / targets).item()
+    if targets == 0:
+        raise ValueError(NO_TARGET)
+    return torch.stack(sums).cpu().double().sum().item() / targets
 
 
 def evaluate(
@@ -80,7 +104,7 @@ def evaluate(
         precision: fp32, or autocast to bf16 or fp16.
 
     Raises:
-        ValueError: if the text is shorter than one sample.
+        ValueError: if the text is shorter than one sample or is nothing but end-of-text.
 
     >>> import normstream
     >>> model = DecoderLM(normstream.DecoderConfig(vocab_size=257, dim=8, n_layers=1, n_heads=2))
@@ -89,6 +113,8 @@ def evaluate(
     >>> abs(scores["bits_per_byte"] - 8.0) < 0.5  # an untrained model guesses
     True
     """
+    if packed.n_bytes == 0:
+        raise ValueError(NO_TARGET)
     loss = mean_loss(model, eval_batches(packed, batch_size, batches), precision)
     return {
         "loss": loss,

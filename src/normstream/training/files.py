@@ -18,16 +18,22 @@ def sync(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file under a temporary name, then puts it in place at once."""
+    """Writes a file under a temporary name, then puts it in place at once.
+
+    Raises OSError that names the file, and leaves it as it was.
+    """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         temporary.write_text(text, encoding="utf-8")
         sync(temporary)
         os.replace(temporary, path)
-    except BaseException:
+        sync(path.parent)
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            advice = "make room there, or make it writable, and try again"
+            raise OSError(error.errno, f"cannot write: {error.strerror} ({advice})", str(path)) from error
         raise
-    sync(path.parent)
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:

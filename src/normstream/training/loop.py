@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,10 @@ from normstream.training.checkpoint import (
 from normstream.training.config import TrainConfig, resolve, resolve_device
 from normstream.training.config_file import config_to_dict, config_to_yaml
 from normstream.training.divergence import MAX_SKIPS_IN_A_ROW, collapsed, nonfinite_cause, token_counts, unigram_loss
-from normstream.training.evaluate import eval_batches, mean_loss
+from normstream.training.evaluate import NO_TARGET, count_targets, eval_batches, mean_loss
 from normstream.training.files import write_text
-from normstream.training.init_from import init_from
+from normstream.training.init_from import InitReport, init_from
+from normstream.training.lock import FolderLock
 from normstream.training.metrics import MetricsWriter, finite
 from normstream.training.probes import LayerProbe
 from normstream.training.progress import Progress
@@ -59,10 +61,10 @@ def train(
         on_row: called with every row of metrics after it is written.
 
     Raises:
-        ValueError: before any training, for a folder that exists, a config that does not fit the data or the run
-            that is resumed, and for damaged checkpoints.
+        ValueError: before any training, for a folder that exists or that another process is at work in, a config that
+            does not fit the data or the run that is resumed, and for damaged checkpoints.
         OSError: for a full disk; earlier checkpoints are intact.
-        Interrupted: after SIGTERM or Ctrl-C, when the update in progress and a checkpoint are done.
+        Interrupted: after SIGTERM, SIGHUP or Ctrl-C, when the update in progress and a checkpoint are done.
     """
     run = RunFolder(run_dir)
     exists = run.check(resume)
@@ -72,14 +74,17 @@ def train(
     config = resolve(config, data)
     device = resolve_device(config.device)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), StopSignals() as stop:
-        if exists and (result := _finished(run, config, accept_changes)) is not None:
-            return result
         trainer = Trainer(config, run, data, device, on_row)
-        try:
-            trainer.go_on(accept_changes) if exists else trainer.start()
+        if not exists:
+            trainer.init_from()
+        with FolderLock(run.path), closing(trainer):
+            if not run.check(resume):  # asked again, now that no other process can write there
+                trainer.start()
+            elif (result := _finished(run, config, accept_changes)) is not None:
+                return result
+            else:
+                trainer.go_on(accept_changes)
             return trainer.run_to_end(stop)
-        finally:
-            trainer.close()
 
 
 def _finished(run: RunFolder, config: TrainConfig, accept_changes: bool) -> RunResult | None:
@@ -97,16 +102,23 @@ class Trainer:
     def __init__(self, config: TrainConfig, run: RunFolder, data: Data, device: torch.device, on_row: OnRow | None):
         self.config, self.run, self.data, self.device, self.on_row = config, run, data, device, on_row
         self.loader = Loader(data.train, config.batch_size, config.seed)
-        self.eval_batches = eval_batches(data.validation, config.batch_size, config.eval_batches)
+        self.eval_batches = list(eval_batches(data.validation, config.batch_size, config.eval_batches))
+        if not any(map(count_targets, self.eval_batches)):
+            raise ValueError(f"validation: {NO_TARGET}")
         self.model = DecoderLM(config.model)
         initialize(self.model, config.seed)
         self.progress = Progress.new(data.vocab_size)
         self.metrics: MetricsWriter | None = None
+        self.init_report: InitReport | None = None
         self.updater: Updater
 
+    def init_from(self) -> None:
+        """Takes the weights that the config says to start from, if any; nothing is written yet."""
+        if self.config.init_from is not None:
+            self.init_report = init_from(self.model, self.config.init_from)
+
     def start(self) -> None:
-        """Starts a new run: fresh or given weights, a new folder."""
-        report = None if self.config.init_from is None else init_from(self.model, self.config.init_from)
+        """Starts a new run with the weights there are."""
         self._to_device()
         parameters, non_embedding = _sizes(self.model)
         info = {
@@ -117,7 +129,7 @@ class Trainer:
             "tokenizer": self.data.tokenizer.name,
             "parameters": parameters,
             "non_embedding_parameters": non_embedding,
-            "init_from": None if report is None else asdict(report),
+            "init_from": None if self.init_report is None else asdict(self.init_report),
         }
         self.run.create(self.config, info)
         self.metrics = MetricsWriter(self.run.metrics)
@@ -129,9 +141,12 @@ class Trainer:
         step = 0 if checkpoint is None else checkpoint.step
         changed = check_changes(old, self.config, step, accept_changes)
         if old != self.config:
-            self.run.config.rename(self.run.config.with_name(f"config_before_step_{step + 1:08d}.yaml"))
+            kept = self.run.config.with_name(f"config_before_step_{step + 1:08d}.yaml")
+            if not kept.exists():
+                write_text(kept, self.run.config.read_text(encoding="utf-8"))
             write_text(self.run.config, config_to_yaml(self.config))
         if checkpoint is None:
+            self.init_from()
             self.start()
         else:
             self._to_device()

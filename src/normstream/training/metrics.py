@@ -79,15 +79,21 @@ def finite(value: Any) -> Any:
 def read_metrics(path: Path, kind: str | None = None) -> list[dict[str, Any]]:
     """The rows of a metrics file, or those of one kind; a last line that is cut off (by a kill) is left out.
 
-    Raises ValueError that names the file and line for any other line that is not JSON.
+    Raises ValueError that names the file, and the line, if it is missing or any other line is no row.
     """
-    lines = path.read_bytes().splitlines(keepends=True)
+    try:
+        lines = path.read_bytes().splitlines(keepends=True)
+    except OSError as error:
+        raise ValueError(f"cannot read metrics from {path}: {error.strerror}") from error
     if lines and not lines[-1].endswith(b"\n"):
         lines.pop()
     rows = []
     for number, line in enumerate(lines, start=1):
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except ValueError:
-            raise ValueError(f"{path}, line {number}: not a JSON object") from None
+            row = None
+        if not isinstance(row, dict) or "kind" not in row:
+            raise ValueError(f"{path}, line {number}: not a row of metrics, which is a JSON object with a kind")
+        rows.append(row)
     return [row for row in rows if kind is None or row["kind"] == kind]

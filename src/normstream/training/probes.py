@@ -19,7 +19,7 @@ def layer_groups(model: DecoderLM) -> dict[str, list[nn.Parameter]]:
 
     >>> from normstream.models import DecoderConfig
     >>> list(layer_groups(DecoderLM(DecoderConfig(dim=8, n_layers=2, n_heads=2))))
-    ['embedding', '0', '1']
+    ['embedding', '0', '1', 'head']
     """
     groups = {"embedding": [*model.tok_embeddings.parameters(), *model.before_layers.parameters()]}
     groups |= {str(i): list(layer.parameters()) for i, layer in enumerate(model.layers)}

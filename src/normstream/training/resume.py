@@ -8,6 +8,7 @@ import os
 import shutil
 import warnings
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
 from normstream.optim import learning_rate
@@ -45,6 +46,8 @@ def check_changes(old: TrainConfig, new: TrainConfig, step: int, accepted: bool)
         ValueError: with that sentence, if there is a change that was not accepted or that cannot be.
     """
     found = {name: values for name, values in changes(old, new).items() if name not in HARMLESS}
+    if "data.source" in found and _same_path(*found["data.source"]):
+        del found["data.source"]
     if not found:
         return None
     text = ", ".join(f"{name}: {before} -> {after}" for name, (before, after) in found.items())
@@ -55,9 +58,17 @@ def check_changes(old: TrainConfig, new: TrainConfig, step: int, accepted: bool)
         raise ValueError(
             f"cannot resume with another {', '.join(fixed)} ({text}); start a new run, with init_from if wanted"
         )
+    if new.steps <= step:
+        raise ValueError(
+            f"the run has done {step} steps, so steps must be above that to go on, got {new.steps} ({text})"
+        )
     if not accepted:
         raise ValueError(f"the config differs from the run's ({text}); restore it, or accept the changes explicitly")
     return text
+
+
+def _same_path(one: str, two: str) -> bool:
+    return Path(one).exists() and Path(two).exists() and Path(one).resolve() == Path(two).resolve()
 
 
 def newest_intact(run: RunFolder) -> tuple[Checkpoint | None, list[str]]:

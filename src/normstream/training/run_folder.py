@@ -5,14 +5,16 @@
     metrics.jsonl   see normstream.training.metrics
     checkpoints/    see normstream.training.checkpoint
     result.json     once the run has ended
+    .lock           see normstream.training.lock
 
-A folder that exists is never written to, unless to resume the run in it.
+A folder that exists is never written to, unless to resume the run in it or because nothing has begun there.
 """
 
 import os
 import platform
+import re
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,9 @@ from normstream.__about__ import __version__
 from normstream.training.config import TrainConfig
 from normstream.training.config_file import config_from_yaml, config_to_yaml
 from normstream.training.files import read_json, write_json, write_text
+from normstream.training.metrics import finite
+
+_LEFTOVER = r"\.lock|\..+\.tmp"
 
 
 @dataclass(frozen=True)
@@ -77,10 +82,13 @@ class RunFolder:
     def check(self, resume: bool) -> bool:
         """Whether there is a run to resume here.
 
+        A folder with nothing but what a process leaves that is killed as it starts is as good as none.
+
         Raises:
             ValueError: if the folder exists and ``resume`` is false, or if it is no run's folder.
         """
-        if not self.path.exists() or (resume and self.path.is_dir() and not any(self.path.iterdir())):
+        found = [path.name for path in self.path.iterdir()] if self.path.is_dir() else []
+        if not self.path.exists() or (self.path.is_dir() and all(re.fullmatch(_LEFTOVER, name) for name in found)):
             return False
         if not resume:
             raise ValueError(
@@ -91,8 +99,7 @@ class RunFolder:
         return True
 
     def create(self, config: TrainConfig, info: dict[str, Any]) -> None:
-        """Makes the folder with its config and run.json."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        """Writes the config and run.json into the folder, which the lock has made."""
         write_text(self.config, config_to_yaml(config))
         write_json(self.info, info)
 
@@ -104,12 +111,20 @@ class RunFolder:
             raise ValueError(f"{self.config}: {error}") from error
 
     def read_result(self) -> RunResult | None:
-        """How the run ended, None if it has not."""
-        return RunResult(**read_json(self.result)) if self.result.is_file() else None
+        """How the run ended, None if it has not; raises ValueError that names the file if a key is missing.
+
+        Keys that a later version may have added are ignored.
+        """
+        if not self.result.is_file():
+            return None
+        values, names = read_json(self.result), [field.name for field in fields(RunResult)]
+        if missing := [name for name in names if name not in values]:
+            raise ValueError(f"{self.result} is incomplete: {', '.join(missing)} missing; remove it and resume the run")
+        return RunResult(**{name: values[name] for name in names})
 
     def write_result(self, result: RunResult) -> None:
-        """Writes result.json."""
-        write_json(self.result, asdict(result))
+        """Writes result.json, with null for a number that is not finite."""
+        write_json(self.result, finite(asdict(result)))
 
 
 def environment() -> dict[str, Any]:

@@ -1,10 +1,11 @@
-"""Stopping in order: SIGTERM and Ctrl-C let the running update finish, then a checkpoint is saved.
+"""Stopping in order: SIGTERM, Ctrl-C and a closed terminal let the running update finish, then a checkpoint is saved.
 
-A process that is stopped this way exits with 128 + the signal's number: 143 after SIGTERM, 130 after Ctrl-C. A
-second Ctrl-C stops at once, without a checkpoint.
+A process that is stopped this way exits with 128 + the signal's number: 143 after SIGTERM, 130 after Ctrl-C, 129 after
+SIGHUP, which Windows lacks and nohup switches off. A second Ctrl-C stops at once, without a checkpoint.
 """
 
 import signal
+import sys
 import threading
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -28,7 +29,7 @@ class Interrupted(SystemExit):
 
 
 class StopSignals:
-    """While entered, notes SIGTERM and SIGINT in ``received`` instead of dying; only the main thread can.
+    """While entered, notes SIGTERM, SIGINT and SIGHUP in ``received`` instead of dying; only the main thread can.
 
     >>> with StopSignals() as stop:
     ...     stop.received is None
@@ -41,7 +42,7 @@ class StopSignals:
 
     def __enter__(self) -> "StopSignals":
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in _signals():
                 self._previous[number] = signal.signal(number, self._note)
         return self
 
@@ -57,3 +58,10 @@ class StopSignals:
     def _restore(self) -> None:
         while self._previous:
             signal.signal(*self._previous.popitem())
+
+
+def _signals() -> list[signal.Signals]:
+    found = [signal.SIGTERM, signal.SIGINT]
+    if sys.platform != "win32" and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        found.append(signal.SIGHUP)
+    return found

@@ -14,7 +14,7 @@ from normstream.data import Batch
 from normstream.models import DecoderLM
 from normstream.optim import adamw, clip_gradients, global_grad_norm, learning_rate
 from normstream.training.config import TrainConfig
-from normstream.training.evaluate import autocast, loss_sum
+from normstream.training.evaluate import autocast, count_targets, loss_sum
 from normstream.training.probes import LayerProbe
 
 
@@ -36,7 +36,8 @@ class Updater:
     """Applies updates to a model. The n-th update is a pure function of the state, its batch and n.
 
     The loss is divided by the number of targets in the whole batch before the backward pass of each micro-batch, so
-    that accumulation gives the gradient of the whole batch. Dropout draws from a seed made of the run's seed, the step
+    that accumulation gives the gradient of the whole batch. A batch without a single target has loss and gradient 0;
+    only momentum and weight decay then move the parameters. Dropout draws from a seed made of the run's seed, the step
     and the micro-batch. The learning rate depends on the step alone: a skipped update (fp16) counts as a step.
 
     Args:
@@ -73,7 +74,7 @@ class Updater:
 
     def _accumulate(self, step: int, batch: Batch) -> Tensor:
         """Adds up the gradients of all micro-batches; returns the loss."""
-        n_targets = int((batch.targets_BT >= 0).sum())
+        n_targets = max(1, count_targets(batch))
         total = torch.zeros((), device=self.device)
         for number, micro in enumerate(split(batch, self.config.grad_accumulation)):
             torch.manual_seed(dropout_seed(self.config.seed, step, number))

@@ -67,9 +67,11 @@ class Join(nn.Module):
         self.drop = drop
 
     def contributions(self, update: Tensor) -> State:
+        """What each stream receives."""
         raise NotImplementedError
 
     def forward(self, state: State, update: Tensor) -> State:
+        """The state with the update in it."""
         raise NotImplementedError
 
 
@@ -77,6 +79,7 @@ class Read(nn.Module):
     """Takes the next sublayer's input z from the streams. The equation is the subclass's ``forward``."""
 
     def forward(self, state: State) -> tuple[State, Tensor]:
+        """The state, as a rule unchanged, and z."""
         raise NotImplementedError
 
 

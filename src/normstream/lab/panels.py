@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -112,16 +113,12 @@ def picture(
     panels = []
     for lr, own in lines.items():
         heading = f"learning rate {rate(lr)}"
-        ends = [f"{line.key.label} {short(list(line.over_seeds(average).values())[-1])}" for line in own]
+        ends = [f"{line.key.label} {short(list(line.over_seeds(fmean).values())[-1])}" for line in own]
         description = f"{title}, {heading}: {y.name} by {x}; at the right end {join_words(ends)}."
         svg = draw(f"{name}-{rate(lr)}", description, lambda axes, own=own: paint(axes, own, x, y, limits, bands))
         panels.append(Panel(heading, svg))
     keys = dict.fromkeys(line.key for own in lines.values() for line in own)
     return Picture(name, title, explanation, tuple(keys), tuple(panels))
-
-
-def average(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 def common_limits(lines: Lines, log: bool) -> Limits:
@@ -153,7 +150,7 @@ def paint(axes: Axes, lines: Sequence[Line], x: str, y: Axis, limits: Limits, ba
     if y.mark is not None:
         axes.axhline(y.mark, color=INK, linewidth=1, linestyle=(0, (1, 2)))
     for i, line in enumerate(lines):
-        middle = line.over_seeds(average)
+        middle = line.over_seeds(fmean)
         low, high = line.over_seeds(min), line.over_seeds(max)
         colour = line.look.colour
         if bands and len(line.seeds) > 1:

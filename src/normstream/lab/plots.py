@@ -121,14 +121,17 @@ def known(xs: Sequence[float], values: Sequence[float | None]) -> Points:
 
 
 def by_depth(values: Sequence[float | None]) -> Points:
+    """Number values from 0 on, by layer."""
     return known(range(len(values)), values)
 
 
 def streams(run: Run) -> dict[str, list[float | None]]:
+    """The root mean square of each stream of a run, by layer; empty if it was not measured."""
     return run["layers"]["rms"] if run["layers"] else {}
 
 
 def ratios(xs: Sequence[float | None], ys: Sequence[float | None]) -> Points:
+    """The ratio of two streams by layer, where both are known."""
     return {i: x / y for i, (x, y) in enumerate(zip(xs, ys, strict=True)) if x is not None and y}
 
 

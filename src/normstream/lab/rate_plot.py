@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from normstream.lab.panels import Key, Limits, Panel, Picture, average
+from normstream.lab.panels import Key, Limits, Panel, Picture
 from normstream.lab.style import Look, join_words, number, rate
 from normstream.lab.summary import COLLAPSE_MEANING
 from normstream.lab.svg import INK, PAPER, draw
@@ -26,7 +27,7 @@ class End:
 
     @property
     def mean(self) -> float:
-        return average(self.losses)
+        return fmean(self.losses)
 
 
 def loss_by_rate(

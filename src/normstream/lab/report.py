@@ -48,6 +48,7 @@ def render(summary: dict[str, Any]) -> str:
 
 
 def all_placements(summary: dict[str, Any]) -> list[str]:
+    """The placements of a summary, each once, in the order of its runs."""
     return list(dict.fromkeys(run["placement"] for run in summary["runs"]))
 
 

@@ -24,8 +24,8 @@ from normstream.data import load_data, load_tokenizer, load_whole
 from normstream.generation import generate
 from normstream.lab import CompareConfig, compare, markdown_table, read_summary, write_report
 from normstream.lab.compare import OUT_OF_MEMORY, is_out_of_memory
-from normstream.lab.live import RunState, display
-from normstream.models import DecoderLM, preset
+from normstream.lab.live import RunState, display, say
+from normstream.models import PRESETS, DecoderLM, preset
 from normstream.names import nearest
 from normstream.optim import group_table
 from normstream.training import (
@@ -50,7 +50,7 @@ console = Console(highlight=False)
 
 DESCRIPTION = "Where do the norms sit on a Transformer's residual stream? Compare placements, and train with them."
 ConfigFile = Annotated[Path | None, arg(help="YAML file to start from: the config.yaml that this command wrote.")]
-PresetName = Annotated[str | None, arg(help="Model dimensions by name: tiny, 10m, 60m, 125m, 400m, 1.3b.")]
+PresetName = Annotated[str | None, arg(help=f"Model dimensions by name: {', '.join(PRESETS)}.")]
 
 
 @dataclass(frozen=True)
@@ -82,13 +82,13 @@ class Train:
                 )
                 show.finish(result)
         except Interrupted as stopped:
-            say(f"{stopped}. Go on with: normstream train --resume --out {shlex.quote(str(self.out))}")
+            say(console, f"{stopped}. Go on with: normstream train --resume --out {shlex.quote(str(self.out))}")
             raise
         table = Table("", "", show_header=False, box=None)
         for key, value in asdict(result).items():
             table.add_row(key, "-" if value is None else escape(str(value)))
         console.print(table)
-        say(f"Run folder: {self.out}")
+        say(console, f"Run folder: {self.out}")
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class Generate:
             seed=self.seed,
             eot=tokenizer.eot,
         )
-        say(tokenizer.decode(answer[0].tolist()))
+        say(console, tokenizer.decode(answer[0].tolist()))
 
 
 @dataclass(frozen=True)
@@ -191,10 +191,11 @@ class Report:
     def __call__(self) -> None:
         path = self.comparison / "summary.json" if self.comparison.is_dir() else self.comparison
         out = self.out or path.with_name("report.html")
-        write_report(read_summary(path), out)
+        summary = read_summary(path)
+        write_report(summary, out)
         if self.markdown:
-            say(markdown_table(read_summary(path)))
-        say(f"Report: {out}")
+            say(console, markdown_table(summary))
+        say(console, f"Report: {out}")
 
 
 @dataclass(frozen=True)
@@ -280,11 +281,6 @@ def fail(message: object, status: int) -> NoReturn:
     sys.exit(status)
 
 
-def say(text: str) -> None:
-    """Prints text as it is: no markup, no line breaks of our own."""
-    console.print(text, markup=False, soft_wrap=True)
-
-
 def parse(argv: list[str]) -> Any:
     """The command that the arguments mean, ready to be called.
 
@@ -296,10 +292,10 @@ def parse(argv: list[str]) -> Any:
     commands = {kind.__name__.lower(): kind for kind in COMMANDS}
     name, *rest = argv or ["--help"]
     if name == "--version":
-        say(__version__)
+        say(console, __version__)
         sys.exit(0)
     if name.startswith("-"):
-        overview: Any = Union[tuple(Annotated[kind, subcommand(name)] for name, kind in commands.items())]  # noqa: UP007
+        overview: Any = Union[tuple(Annotated[kind, subcommand(word)] for word, kind in commands.items())]  # noqa: UP007
         return tyro.cli(overview, prog="normstream", description=DESCRIPTION, args=[name])
     if name not in commands:
         raise ValueError(f"unknown command {name!r}; {nearest(name, commands)}")
@@ -337,12 +333,16 @@ def config_file(argv: list[str], out: Path) -> Path | None:
 def option(argv: list[str], name: str) -> str | None:
     """The value of an option, the last one if it is repeated, before everything else is parsed.
 
-    >>> option(["--preset=10m", "--out", "runs/a"], "--out")
-    'runs/a'
+    >>> option(["--out=runs/a", "--out", "runs/b", "--out=runs/c"], "--out")
+    'runs/c'
     """
-    found = [word.partition("=")[2] for word in argv if word.startswith(f"{name}=")]
-    found += [value for word, value in pairwise(argv) if word == name]
-    return found[-1] if found else None
+    value = None
+    for word, following in pairwise([*argv, ""]):
+        if word == name:
+            value = following
+        elif word.startswith(f"{name}="):
+            value = word.removeprefix(f"{name}=")
+    return value
 
 
 def read_config(path: Path, kind: type[Any]) -> Any:
@@ -362,10 +362,11 @@ def show_plan(config: TrainConfig) -> None:
         init_from(DecoderLM(config.model), config.init_from)
     with torch.device("meta"):
         model = DecoderLM(config.model)
-    say(config_to_yaml(config))
+    say(console, config_to_yaml(config))
     say(
+        console,
         f"data: {len(data.train.tokens):,} training tokens, {len(data.validation.tokens):,} validation tokens, "
-        f"hash {data.corpus_hash[:16]}\n"
+        f"hash {data.corpus_hash[:16]}\n",
     )
     table = Table("group", "weight decay", "tensors", "parameters", box=None)
     rows = group_table(model, config.optimizer)

@@ -1,7 +1,6 @@
 """Comparing placements on equal terms: one run for every placement, learning rate and seed, then a summary."""
 
 import gc
-import re
 import tempfile
 import time
 from dataclasses import replace
@@ -16,7 +15,7 @@ from normstream import placements
 from normstream.__about__ import __version__
 from normstream.data import Data, load_data
 from normstream.lab.budget import choose_steps, measure, parse_budget
-from normstream.lab.live import RunState, display
+from normstream.lab.live import RunState, display, say
 from normstream.lab.plan import CompareConfig, Run
 from normstream.lab.record import read_run
 from normstream.lab.report import flatten
@@ -29,7 +28,7 @@ from normstream.training.config_file import config_to_dict, config_to_yaml
 from normstream.training.files import write_text
 from normstream.training.lock import FolderLock
 from normstream.training.loop import OnRow, train
-from normstream.training.run_folder import environment
+from normstream.training.run_folder import begun, environment
 from normstream.training.signals import Interrupted
 
 OUT_OF_MEMORY = (
@@ -143,9 +142,8 @@ def open_folder(out: Path, resume: bool) -> dict[str, Any] | None:
 
     A comparison that was killed before its first summary has done no run, so its folder is as good as new.
     """
-    found = {path.name for path in out.iterdir()} if out.is_dir() else set()
-    started = {name for name in found if name != "config.yaml" and not re.fullmatch(r"\.lock|\..+\.tmp", name)}
-    if not out.exists() or (out.is_dir() and not started):
+    found = begun(out)
+    if not out.exists() or (out.is_dir() and found <= {"config.yaml"}):
         return None
     if not resume:
         raise ValueError(f"folder {out} exists already; choose another one (--out), or go on in it (--resume)")
@@ -158,11 +156,6 @@ def count_parameters(config: DecoderConfig) -> int:
     """The number of parameters of a model, without the memory for it."""
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in DecoderLM(config).parameters())
-
-
-def say(console: Console, text: str) -> None:
-    """Print plain text: a path or a number is not decorated, and a path is not broken into lines."""
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def parameter_line(parameters: dict[str, int]) -> str:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -212,4 +213,9 @@ def display(states: Sequence[RunState], console: Console) -> PlainLines:
     """A live table on a terminal, plain lines elsewhere."""
     if console.is_terminal:
         return LiveTable(states, console)
-    return PlainLines(states, lambda text: console.print(text, soft_wrap=True, highlight=False, markup=False))
+    return PlainLines(states, partial(say, console))
+
+
+def say(console: Console, text: str) -> None:
+    """Print plain text: a path or a number is not decorated, and a path is not broken into lines."""
+    console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -28,7 +28,15 @@ from normstream.training.config_file import config_from_yaml, config_to_yaml
 from normstream.training.files import read_json, write_json, write_text
 from normstream.training.metrics import finite
 
-_LEFTOVER = r"\.lock|\..+\.tmp"
+
+def begun(folder: Path) -> set[str]:
+    """The names in a folder, without what a process leaves that is killed as it starts: its lock, half-written files.
+
+    >>> begun(Path("no/such/folder"))
+    set()
+    """
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    return {name for name in names if not re.fullmatch(r"\.lock|\..+\.tmp", name)}
 
 
 @dataclass(frozen=True)
@@ -87,8 +95,7 @@ class RunFolder:
         Raises:
             ValueError: if the folder exists and ``resume`` is false, or if it is no run's folder.
         """
-        found = [path.name for path in self.path.iterdir()] if self.path.is_dir() else []
-        if not self.path.exists() or (self.path.is_dir() and all(re.fullmatch(_LEFTOVER, name) for name in found)):
+        if not self.path.exists() or (self.path.is_dir() and not begun(self.path)):
             return False
         if not resume:
             raise ValueError(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from normstream.init import initialize
+from normstream.layers.inner import Inner
 from normstream.models import DecoderConfig, DecoderLM
 from normstream.norms import NormConfig
 
@@ -73,7 +74,9 @@ def test_gpt2_constants():
 def test_norms_biases_and_c1():
     norm = NormConfig(kind="layer", bias=True)
     for placement in ("pre", "post", "siamese", "siamese_hybrid_pre"):
-        model = DecoderLM(replace(CONFIG, placement=placement, norm=norm, bias=True, qkv_norm="qkv"))
+        model = DecoderLM(
+            replace(CONFIG, placement=placement, norm=norm, bias=True, inner=Inner(qk="model", v="model"))
+        )
         for p in model.parameters():
             p.data.fill_(7.0)
         initialize(model, seed=0)

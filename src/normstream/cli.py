@@ -212,7 +212,7 @@ class List:
                 "equation": placement.equation,
                 "streams": ", ".join(placement.streams),
                 "options": options,
-                "inside attention": "" if placement.inner_norms == "none" else f"norms on {placement.inner_norms}",
+                "inside sublayers": str(placement.inner),
                 "init": placement.init,
                 "paper": placement.paper,
                 "code": placement.code,

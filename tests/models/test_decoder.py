@@ -11,6 +11,7 @@ from torch import Tensor
 
 from normstream import placements
 from normstream.init import initialize
+from normstream.layers.inner import Inner
 from normstream.models import DecoderConfig, DecoderLM
 from normstream.norms import LayerNorm, NormConfig, RMSNorm
 
@@ -66,7 +67,7 @@ def test_wrong_configurations_say_what_is_wrong(wrong, words):
 WRONG_WORDS = """
 from normstream.models import DecoderConfig, DecoderLM
 
-for field in ("activation", "qkv_norm", "init"):
+for field in ("activation", "init"):
     try:
         DecoderLM(DecoderConfig(**{field: "nonsense"}))
     except ValueError as error:
@@ -80,7 +81,7 @@ def test_wrong_words_are_value_errors():
     """In a fresh interpreter: the type checks that run in this one would raise before the library does."""
     run = subprocess.run([sys.executable, "-c", WRONG_WORDS], capture_output=True, text=True, check=True)
     messages = run.stdout.splitlines()
-    assert ["nonsense" in message for message in messages] == [True] * 3, messages
+    assert ["nonsense" in message for message in messages] == [True] * 2, messages
 
 
 def test_too_long_a_sequence():
@@ -125,10 +126,10 @@ def test_number_of_norms_of_six_layers(placement, norms, kind):
     assert len(inner) == (18 if placement == "siamese_hybrid_pre" else 0)
 
 
-@pytest.mark.parametrize(("qkv_norm", "per_layer"), [("none", 0), ("qk", 2), ("qkv", 3)])
+@pytest.mark.parametrize(("qk", "v", "per_layer"), [("none", "none", 0), ("model", "none", 2), ("model", "model", 3)])
 @pytest.mark.parametrize("placement", ["pre", "siamese_hybrid_pre"])
-def test_head_norms_can_be_chosen_for_any_placement(placement, qkv_norm, per_layer):
-    model = build(placement, qkv_norm=qkv_norm)
+def test_head_norms_can_be_chosen_for_any_placement(placement, qk, v, per_layer):
+    model = build(placement, inner=Inner(qk=qk, v=v))
     gains = [p.shape for n, p in model.named_parameters() if ".attention." in n and "norm" in n]
     assert gains == [(6,)] * (3 * per_layer)
 

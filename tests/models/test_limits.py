@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from normstream.junctions import Junction
+from normstream.layers.inner import Inner
 from normstream.models import DecoderConfig, DecoderLM
 from normstream.norms import NormConfig
 
@@ -101,7 +102,7 @@ def test_hybrid_pre_with_x_gains_and_c1_zero_is_pre_norm_with_head_norms(norm):
             zero(junction.join)
         if i % 2 == 0 and i < 6:  # before attention
             next(p for n, p in junction.read.named_parameters() if n == "c1").data.zero_()
-    pre = build("pre", norm, qkv_norm="qkv")
+    pre = build("pre", norm, inner=Inner(qk="model", v="model"))
     copy_sublayers(hybrid, pre)
     for ours, theirs in zip(junctions(pre), junctions(hybrid), strict=True):
         y_norm = [p for name, p in theirs.read.named_parameters() if not name.endswith("c1")]

@@ -5,9 +5,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from normstream.layers import Activation, default_ffn_dim
+from normstream.layers.inner import Inner
 from normstream.names import check_choice
 from normstream.norms import NormConfig
-from normstream.placements import DEFAULT, InitScheme, InnerNorms, get
+from normstream.placements import DEFAULT, InitScheme, get
 
 FromPlacement = Literal["placement"]
 
@@ -46,8 +47,8 @@ class DecoderConfig:
     """Base of the rotary position embedding."""
     norm: NormConfig = field(default_factory=NormConfig)
     """Conventions of every norm."""
-    qkv_norm: Literal[FromPlacement, InnerNorms] = "placement"
-    """Per-head norms inside attention; placement takes what the placement's recipe says."""
+    inner: Inner = field(default_factory=Inner)
+    """Norms, scales and links inside the sublayers; placement takes what the placement's recipe says."""
     bias: bool = False
     """Whether the matrices of the sublayers have biases."""
     tied: bool = False
@@ -66,7 +67,6 @@ class DecoderConfig:
     def __post_init__(self) -> None:
         get(self.placement)
         check_choice("activation", self.activation, Activation)
-        check_choice("qkv_norm", self.qkv_norm, Literal[FromPlacement, InnerNorms])
         check_choice("init", self.init, Literal[FromPlacement, InitScheme])
         sizes = ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "max_seq_len")
         for name in sizes:

@@ -55,7 +55,7 @@ class DecoderLM(nn.Module):
 
     def _attention(self, layer: int) -> Attention:
         config = self.config
-        kind = self.placement.inner_norms if config.qkv_norm == "placement" else config.qkv_norm
+        inner = config.inner.over(self.placement.at(layer).inner)
         head_dim = config.resolved_head_dim
         return Attention(
             config.dim,
@@ -64,9 +64,9 @@ class DecoderLM(nn.Module):
             head_dim=head_dim,
             layer=layer,
             bias=config.bias,
-            q_norm=config.norm.build(head_dim) if "q" in kind else None,
-            k_norm=config.norm.build(head_dim) if "k" in kind else None,
-            v_norm=config.norm.build(head_dim) if "v" in kind else None,
+            q_norm=config.norm.build(head_dim) if inner.qk != "none" else None,
+            k_norm=config.norm.build(head_dim) if inner.qk != "none" else None,
+            v_norm=config.norm.build(head_dim) if inner.v != "none" else None,
         )
 
     def _feed_forward(self) -> FeedForward:

@@ -10,9 +10,9 @@ from normstream.placements import siamese as _siamese
 from normstream.placements import single_stream as _single_stream
 from normstream.placements.placement import Build as Build
 from normstream.placements.placement import InitScheme as InitScheme
-from normstream.placements.placement import InnerNorms as InnerNorms
 from normstream.placements.placement import Placement as Placement
 from normstream.placements.placement import Slot as Slot
+from normstream.placements.placement import Stack as Stack
 from normstream.placements.registry import get as get
 from normstream.placements.registry import names as names
 from normstream.placements.registry import register as register

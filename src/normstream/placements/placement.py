@@ -1,28 +1,47 @@
 """What a placement is: for every sublayer a read and a join, plus how the streams start and how the last is read."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal
 
 from torch import nn
 
 from normstream.junctions import Drop, Join, Junction, Read
+from normstream.layers.inner import NOTHING_INNER, Inner
 from normstream.norms import NormConfig
 
-InnerNorms = Literal["none", "qk", "qkv"]
-InitScheme = Literal["plain", "gpt2", "megatron_full"]
+InitScheme = Literal[
+    "plain", "xavier", "gpt2", "mitchell", "megatron_full", "deepnorm", "deepnorm_code", "sub_ln", "sub_ln_code", "ngpt"
+]
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Which stack of a model a row of junctions belongs to: DeepNorm's and Sub-LN's constants depend on it.
+
+    >>> Stack()
+    Stack(role='only', n_encoder_layers=0, n_decoder_layers=0)
+    """
+
+    role: Literal["only", "encoder", "decoder"] = "only"
+    """only: an encoder or a decoder by itself."""
+    n_encoder_layers: int = 0
+    """Blocks of the encoder, where there are two stacks."""
+    n_decoder_layers: int = 0
+    """Blocks of the decoder, where there are two stacks."""
 
 
 @dataclass(frozen=True)
 class Slot:
     """Where one sublayer stands in the row.
 
-    >>> [slot.index for slot in Slot.row(2, ("attention", "feed_forward")) if slot.kind == "attention"]
+    >>> row = Slot.row([("attention", "feed_forward")] * 2)
+    >>> [slot.index for slot in row if slot.kind == "attention"]
     [0, 2]
     """
 
     kind: str
-    """attention or feed_forward."""
+    """attention, feed_forward, cross_attention, or parallel for a block whose sublayers run side by side."""
     layer: int
     """0-based block."""
     index: int
@@ -35,19 +54,19 @@ class Slot:
     """Kind of the next sublayer, None after the last one."""
 
     @staticmethod
-    def row(n_layers: int, sublayers: Sequence[str]) -> list["Slot"]:
-        """The slots of ``n_layers`` equal blocks."""
-        kinds = [*sublayers] * n_layers
+    def row(blocks: Sequence[Sequence[str]]) -> list["Slot"]:
+        """The slots of a row of blocks, each given by the kinds of its sublayers."""
+        kinds = [(layer, kind) for layer, block in enumerate(blocks) for kind in block]
         return [
             Slot(
                 kind=kind,
-                layer=index // len(sublayers),
+                layer=layer,
                 index=index,
-                n_layers=n_layers,
+                n_layers=len(blocks),
                 n_sublayers=len(kinds),
-                following=kinds[index + 1] if index + 1 < len(kinds) else None,
+                following=kinds[index + 1][1] if index + 1 < len(kinds) else None,
             )
-            for index, kind in enumerate(kinds)
+            for index, (layer, kind) in enumerate(kinds)
         ]
 
 
@@ -67,10 +86,18 @@ class Build:
     """Dropout of every update."""
     drop_path: float = 0.0
     """Drop-path of the last block's updates; it grows linearly from 0 in the first block."""
+    stack: Stack = Stack()
+    """Which stack of the model this is."""
+    input_norm_config: NormConfig | None = None
+    """Conventions of the norms that feed a sublayer directly; None means ``norm_config`` (DiT's have no gain)."""
 
-    def norm(self) -> nn.Module:
-        """A new norm of the streams' width."""
-        return self.norm_config.build(self.dim)
+    def norm(self, **changes: Any) -> nn.Module:
+        """A new norm of a stream; ``changes`` replace fields of its configuration."""
+        return replace(self.norm_config, **changes).build(self.dim)
+
+    def input_norm(self, **changes: Any) -> nn.Module:
+        """A new norm whose output is a sublayer's input or the final hidden vector."""
+        return replace(self.input_norm_config or self.norm_config, **changes).build(self.dim)
 
     def drop(self, slot: Slot) -> Drop:
         """Dropout and drop-path for the update of one sublayer."""
@@ -99,10 +126,30 @@ class Placement:
     """Official code, as repository:path."""
     differs: ClassVar[str] = ""
     """Where paper and code disagree, and which of them the defaults follow."""
-    inner_norms: ClassVar[InnerNorms] = "none"
-    """Per-head norms inside attention that belong to the recipe."""
+    inner: ClassVar[Inner] = NOTHING_INNER
+    """Norms, scales and links inside the sublayers that belong to the recipe."""
     init: ClassVar[InitScheme] = "plain"
     """Initialization that belongs to the recipe."""
+    parallel: ClassVar[bool] = False
+    """Whether a block's sublayers read one z side by side and add one summed update."""
+    branch_norms: ClassVar[bool] = False
+    """In a parallel block: whether each branch norms z with a norm of its own (GPT-NeoX)."""
+
+    def at(self, layer: int) -> "Placement":
+        """The placement that governs block ``layer`` (0-based): itself, unless placements change with depth."""
+        return self
+
+    def after_step(self, model: nn.Module) -> None:
+        """What the recipe does to the parameters after each optimizer step: as a rule nothing."""
+
+    def blocks(self, n_layers: int, sublayers: Sequence[str]) -> list[tuple[str, ...]]:
+        """The kinds of the sublayers of each block.
+
+        >>> from normstream import placements
+        >>> placements.get("pre").blocks(1, ("attention", "feed_forward"))
+        [('attention', 'feed_forward')]
+        """
+        return [("parallel",) if self.at(layer).parallel else tuple(sublayers) for layer in range(n_layers)]
 
     def first(self, build: Build) -> nn.Module:
         """The join of the first junction: embedding to state."""
@@ -129,8 +176,10 @@ class Placement:
         norm: NormConfig | None = None,
         dropout: float = 0.0,
         drop_path: float = 0.0,
+        stack: Stack = Stack(),
+        input_norm: NormConfig | None = None,
     ) -> list[Junction]:
-        """The row of ``n_layers * len(sublayers) + 1`` junctions: before, between and after the sublayers.
+        """The row of junctions before, between and after the sublayers: one more than there are sublayers.
 
         Args:
             dim: width of the streams.
@@ -139,6 +188,8 @@ class Placement:
             norm: conventions of the norms; RMSNorm with eps 1e-5 if None.
             dropout: dropout of every update.
             drop_path: drop-path rate of the last block's updates, growing linearly from 0.
+            stack: which stack of the model this is.
+            input_norm: conventions of the norms that feed a sublayer directly; ``norm`` if None.
 
         >>> from normstream import placements
         >>> len(placements.get("pre").junctions(dim=8, n_layers=3))
@@ -146,8 +197,8 @@ class Placement:
         """
         if n_layers < 1:
             raise ValueError(f"n_layers must be at least 1, got {n_layers}")
-        build = Build(dim, norm or NormConfig(), dropout, drop_path)
-        slots = Slot.row(n_layers, sublayers)
+        build = Build(dim, norm or NormConfig(), dropout, drop_path, stack, input_norm)
+        slots = Slot.row(self.blocks(n_layers, sublayers))
         joins = [self.first(build), *(self.join(slot, build) for slot in slots)]
         reads = [*(self.read(slot, build) for slot in slots), self.last_read(build)]
         return [Junction(join, read) for join, read in zip(joins, reads, strict=True)]

@@ -11,6 +11,7 @@ from importlib.metadata import entry_points
 from typing import Any, TypeVar, get_args, get_type_hints
 
 from normstream.names import nearest
+from normstream.placements.mixed import Mixed, Part
 from normstream.placements.placement import Placement
 
 ENTRY_POINT_GROUP = "normstream.placements"
@@ -53,13 +54,35 @@ def names() -> list[str]:
 
 
 def get(spec: str) -> Placement:
-    """The placement that ``spec`` names: ``NAME`` or ``NAME(option=value,...)``.
+    """The placement that ``spec`` names: ``NAME`` or ``NAME(option=value,...)``, or one for each range of blocks.
 
-    Raises ValueError for an unknown name, option or value, with the nearest known one.
+    A range follows its placement, blocks counted from 0, both ends included: ``post:0-5,pre:6-23``, ``post:0,pre:1-``.
+
+    Raises ValueError for an unknown name, option or value, with the nearest known one, and for ranges that do not fit.
 
     >>> get("post(final_norm=true)").final_norm
     True
+    >>> str(get("post:0-5, pre:6-"))
+    'post:0-5,pre:6-'
     """
+    parts = re.split(r"\s*,\s*(?![^(]*\))", spec.strip())
+    if len(parts) == 1 and not _RANGE.search(spec):
+        return _get_one(spec)
+    return Mixed(tuple(_part(part, spec) for part in parts))
+
+
+_RANGE = re.compile(r":\s*(\d+)\s*(-)?\s*(\d+)?\s*$")
+
+
+def _part(text: str, spec: str) -> Part:
+    match = _RANGE.search(text)
+    if match is None:
+        raise ValueError(f"expected PLACEMENT:FIRST-LAST, as in post:0-5,pre:6-23, got {text!r} in {spec!r}")
+    first, dash, last = match.groups()
+    return Part(_get_one(text[: match.start()]), int(first), int(last or first) if last or not dash else None)
+
+
+def _get_one(spec: str) -> Placement:
     match = re.fullmatch(r"\s*([\w-]+)\s*(?:\((.*)\))?\s*", spec)
     if match is None:
         raise ValueError(f"expected a placement such as siamese or siamese(depth_scale=paper), got {spec!r}")

@@ -1,13 +1,14 @@
 """SiameseNorm in its two published wirings, post-pre and hybrid-pre."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from torch import nn
 
 from normstream.junctions import HybridPreRead, Join, Read, SiameseJoin, SiameseRead, SiameseStart
-from normstream.placements.placement import Build, InitScheme, InnerNorms, Placement, Slot
+from normstream.layers.inner import NOTHING_INNER, Inner
+from normstream.placements.placement import Build, InitScheme, Placement, Slot
 from normstream.placements.registry import register
 
 DepthScale = Literal["code", "paper", "sublayer", "none"]
@@ -19,7 +20,7 @@ def depth_scale(kind: DepthScale, slot: Slot) -> float:
 
     ``code`` 1/sqrt(2(l+1)), ``paper`` 1/sqrt(l+1), ``sublayer`` 1/sqrt(s+1), ``none`` 1.
 
-    >>> slot = Slot.row(2, ("attention", "feed_forward"))[2]
+    >>> slot = Slot.row([("attention", "feed_forward")] * 2)[2]
     >>> [round(depth_scale(kind, slot), 4) for kind in ("code", "paper", "sublayer", "none")]
     [0.5, 0.7071, 0.5774, 1.0]
     """
@@ -47,7 +48,7 @@ class _Siamese(Placement):
         return SiameseStart(build.norm() if self.embedding_norm else None)
 
     def last_read(self, build: Build) -> Read:
-        return SiameseRead(build.norm(), build.norm() if self.read_out == "code" else None)
+        return SiameseRead(build.norm(), build.input_norm() if self.read_out == "code" else None)
 
 
 @register
@@ -81,7 +82,7 @@ class SiameseNorm(_Siamese):
     )
 
     def read(self, slot: Slot, build: Build) -> Read:
-        return SiameseRead(build.norm(), build.norm() if self.input_norm else None)
+        return SiameseRead(build.norm(), build.input_norm() if self.input_norm else None)
 
     def join(self, slot: Slot, build: Build) -> Join:
         return SiameseJoin(build.norm(), depth_scale(self.depth_scale, slot), build.drop(slot))
@@ -110,7 +111,7 @@ class SiameseNormHybridPre(_Siamese):
     differs: ClassVar[str] = (
         "paper: one formula for every sublayer, c = sqrt(l+1), read-out x + N(y); the defaults are the code's"
     )
-    inner_norms: ClassVar[InnerNorms] = "qkv"
+    inner: ClassVar[Inner] = replace(NOTHING_INNER, qk="model", v="model")
     init: ClassVar[InitScheme] = "megatron_full"
 
     embedding_norm: bool = False
@@ -118,7 +119,7 @@ class SiameseNormHybridPre(_Siamese):
     def read(self, slot: Slot, build: Build) -> Read:
         if slot.kind == "attention":
             return HybridPreRead(build.dim, build.norm())
-        return SiameseRead(build.norm(), build.norm() if self.input_norm else None)
+        return SiameseRead(build.norm(), build.input_norm() if self.input_norm else None)
 
     def join(self, slot: Slot, build: Build) -> Join:
         norm_x = None if slot.following == "attention" else build.norm()

@@ -37,13 +37,13 @@ class PreNorm(Placement):
         return Start()
 
     def read(self, slot: Slot, build: Build) -> Read:
-        return PreNormRead(build.norm())
+        return PreNormRead(build.input_norm())
 
     def join(self, slot: Slot, build: Build) -> Join:
         return PreNormJoin(build.drop(slot))
 
     def last_read(self, build: Build) -> Read:
-        return PreNormRead(build.norm()) if self.final_norm else PostNormRead()
+        return PreNormRead(build.input_norm()) if self.final_norm else PostNormRead()
 
 
 @register
@@ -80,4 +80,4 @@ class PostNorm(Placement):
         return PostNormJoin(build.norm(), build.drop(slot))
 
     def last_read(self, build: Build) -> Read:
-        return PreNormRead(build.norm()) if self.final_norm else PostNormRead()
+        return PreNormRead(build.input_norm()) if self.final_norm else PostNormRead()

@@ -1,0 +1,83 @@
+"""What a recipe puts inside its sublayers: norms, scales and links on the way from z to the update.
+
+Placements name theirs in ``Placement.inner``; ``DecoderConfig.inner`` can override any of it, field by field.
+"""
+
+from dataclasses import dataclass, fields, replace
+from typing import Literal
+
+from normstream.names import check_choice
+
+InnerNorm = Literal["none", "model", "rms", "layer", "l2"]
+"""model: the norm that the model uses everywhere; rms, layer: that kind; l2: unit length, with a learned scale."""
+Statistics = Literal["head", "all_heads"]
+GainSharing = Literal["shared", "per_head", "none"]
+HeadScale = Literal["none", "before_output", "after_output"]
+Link = Literal["none", "scores", "depth"]
+FromRecipe = Literal["placement"]
+
+
+@dataclass(frozen=True)
+class Inner:
+    """Norms and scales inside attention and feed-forward. ``placement`` stands for what the placement's recipe says.
+
+    >>> Inner(v="rms").over(NOTHING_INNER).v
+    'rms'
+    """
+
+    qk: Literal[FromRecipe, InnerNorm] = "placement"
+    """Norm of queries and keys (QK-norm)."""
+    qk_statistics: Literal[FromRecipe, Statistics] = "placement"
+    """Whether a norm of queries or keys takes its statistics over each head or over all heads together."""
+    qk_gain: Literal[FromRecipe, GainSharing] = "placement"
+    """Gain of that norm: one vector shared by all heads, one for each head, or none."""
+    qk_after_rope: Literal[FromRecipe, "yes", "no"] = "placement"
+    """Whether queries and keys are normed after the rotation instead of before it."""
+    v: Literal[FromRecipe, InnerNorm] = "placement"
+    """Norm of the values, over each head."""
+    v_gain: Literal[FromRecipe, GainSharing] = "placement"
+    """Gain of that norm."""
+    context: Literal[FromRecipe, InnerNorm] = "placement"
+    """Norm of the merged heads before the output matrix."""
+    head_scale: Literal[FromRecipe, HeadScale] = "placement"
+    """A learned factor for each head: on the heads before the output matrix, or on slices of its result."""
+    hidden: Literal[FromRecipe, InnerNorm] = "placement"
+    """Norm of the feed-forward's hidden vector, after the activation."""
+    link: Literal[FromRecipe, Link] = "placement"
+    """What attention takes from earlier layers: their scores (RealFormer) or their values by depth attention."""
+
+    def __post_init__(self) -> None:
+        choices = {
+            "qk": InnerNorm,
+            "qk_statistics": Statistics,
+            "qk_gain": GainSharing,
+            "qk_after_rope": Literal["yes", "no"],
+            "v": InnerNorm,
+            "v_gain": GainSharing,
+            "context": InnerNorm,
+            "head_scale": HeadScale,
+            "hidden": InnerNorm,
+            "link": Link,
+        }
+        for name, choice in choices.items():
+            check_choice(f"inner.{name}", getattr(self, name), Literal[FromRecipe, choice])
+
+    def over(self, recipe: "Inner") -> "Inner":
+        """This choice, with the recipe's wherever it says ``placement``."""
+        own = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != "placement"}
+        return replace(recipe, **own)
+
+
+NOTHING_INNER = Inner(
+    qk="none",
+    qk_statistics="head",
+    qk_gain="shared",
+    qk_after_rope="no",
+    v="none",
+    v_gain="shared",
+    context="none",
+    head_scale="none",
+    hidden="none",
+    link="none",
+)
+"""No norm, scale or link inside the sublayers; recipes say how they differ with ``replace(NOTHING_INNER, ...)``."""

@@ -23,7 +23,7 @@ from normstream.__about__ import __version__
 from normstream.data import load_data, load_tokenizer, load_whole
 from normstream.generation import generate
 from normstream.lab import CompareConfig, compare, markdown_table, read_summary, write_report
-from normstream.lab.compare import OUT_OF_MEMORY, is_out_of_memory
+from normstream.lab.runner import OUT_OF_MEMORY, is_out_of_memory
 from normstream.lab.live import RunState, display, say
 from normstream.models import PRESETS, DecoderLM, preset
 from normstream.names import nearest

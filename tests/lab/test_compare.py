@@ -19,13 +19,14 @@ from rich.console import Console
 
 from normstream.data import DataConfig, load_data
 from normstream.lab import CompareConfig, compare
+from normstream.lab import runner as module
 from normstream.lab.budget import Cost
 from normstream.lab.summary import DATA_KEYS, KEYS, RUN_KEYS
 from normstream.models import DecoderConfig
+from normstream.placements import names
 from normstream.training import Interrupted, TrainConfig, read_metrics, resolve
 from normstream.training.lock import FolderLock
 
-module = sys.modules["normstream.lab.compare"]  # the name normstream.lab.compare is the function
 pytestmark = pytest.mark.usefixtures("_without_pictures")
 TIMES = ("tokens_per_second", "seconds")
 
@@ -173,6 +174,24 @@ def test_kinds_of_out_of_memory(error):
     assert module.is_out_of_memory(error)
 
 
+def test_two_at_a_time_give_the_same_losses(config, tmp_path):
+    """Worker processes have one thread each, as this one."""
+    alone, _ = quietly(config)
+    together, printed = quietly(replace(config, jobs=2, out=tmp_path / "together"))
+    assert timeless(together) == timeless(alone)
+    assert printed.count("finished") == 4
+
+
+def test_all_stands_for_every_placement(config):
+    chosen = replace(config, placements=("all", "post(final_norm=true)")).chosen()
+    assert chosen == [*names(), "post(final_norm=true)"]
+
+
+def test_jobs_and_budget_exclude_each_other(config):
+    with pytest.raises(ValueError, match="one run at a time"):
+        replace(config, jobs=2, budget="1m")
+
+
 def test_other_errors_are_not_hidden(config, monkeypatch):
     def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("shapes do not match")
@@ -253,7 +272,7 @@ def test_bad_data_and_devices_stop_before_the_first_run(config):
 
 def test_budget_gives_every_run_the_same_steps(config, monkeypatch):
     costs = {"pre": Cost(0.0, 0.5, 0.0), "siamese": Cost(0.0, 1.5, 0.0)}
-    monkeypatch.setattr(module, "measure", lambda settings, folder, data: costs[settings.model.placement])
+    monkeypatch.setattr(sys.modules["normstream.lab.compare"], "measure", lambda settings, folder, data: costs[settings.model.placement])
     timed = replace(config, budget="100s")
     summary, printed = quietly(timed)
     # 95 s for 2 seeds of 0.5 s + 1.5 s a step, less the moment that measuring took here
@@ -263,7 +282,7 @@ def test_budget_gives_every_run_the_same_steps(config, monkeypatch):
     assert "Budget 100s: 2" in printed
     assert "fit a budget of 100s" in (config.out / "report.html").read_text()
 
-    monkeypatch.setattr(module, "measure", lambda *_, **__: pytest.fail("measured again"))
+    monkeypatch.setattr(sys.modules["normstream.lab.compare"], "measure", lambda *_, **__: pytest.fail("measured again"))
     again, _ = quietly(timed, resume=True)
     assert again["budget"] == summary["budget"]
 
@@ -285,6 +304,7 @@ def test_budget_where_every_run_diverges_at_once(config):
 
 def test_budget_leaves_time_for_the_report(config, monkeypatch):
     """Loading took 20 s and the report takes 40 s, so 40 s of 100 s are left; 5 % of them are kept in reserve."""
+    module = sys.modules["normstream.lab.compare"]
     monkeypatch.setattr(module, "measure", lambda *_, **__: Cost(0.0, 0.1, 0.0))
     monkeypatch.setattr(module, "Saver", lambda *_: SimpleNamespace(save=lambda: None, report_seconds=40.0))
     data = load_data(config.base.data)

@@ -70,7 +70,7 @@ def test_plain_lines():
         lines.row(train_row(1))
         lines.row(train_row(2))
         lines.row({"kind": "eval", "step": 2, "loss": 2.75})
-        lines.end(FINISHED)
+        lines.end(FINISHED, 0)
     assert said == [
         "[1/2] Pre-Norm lr 0.002 seed 0: starts, 10 steps",
         "[1/2] Pre-Norm lr 0.002 seed 0: step 2/10, loss 3.000, validation 2.750, gradient norm 0.5, 1234 tokens/s, "
@@ -119,7 +119,7 @@ def test_table_shows_every_column():
         show.start(0)
         show.row(train_row(4, loss=2.875))
         show.row({"kind": "eval", "step": 4, "loss": 2.625})
-        show.end(FINISHED | {"diverged": True})
+        show.end(FINISHED | {"diverged": True}, 0)
         show.start(1)
     text = written.getvalue()
     for word in (

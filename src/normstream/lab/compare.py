@@ -1,6 +1,5 @@
 """Comparing placements on equal terms: one run for every placement, learning rate and seed, then a summary."""
 
-import gc
 import tempfile
 import time
 from dataclasses import replace
@@ -19,6 +18,7 @@ from normstream.lab.live import RunState, display, say
 from normstream.lab.plan import CompareConfig, Run
 from normstream.lab.record import read_run
 from normstream.lab.report import flatten
+from normstream.lab.runner import OUT_OF_MEMORY, run_one, side_by_side
 from normstream.lab.saver import Saver
 from normstream.lab.style import join_words, label
 from normstream.lab.summary import FORMAT, read_summary
@@ -27,14 +27,8 @@ from normstream.training.config import TrainConfig, resolve, resolve_device
 from normstream.training.config_file import config_to_dict, config_to_yaml
 from normstream.training.files import write_text
 from normstream.training.lock import FolderLock
-from normstream.training.loop import OnRow, train
 from normstream.training.run_folder import begun, environment
 from normstream.training.signals import Interrupted
-
-OUT_OF_MEMORY = (
-    "out of memory: lower batch_size, data.seq_len, model.dim or model.n_layers, "
-    "raise grad_accumulation (the update stays the same), or set activation_checkpointing"
-)
 
 
 def compare(
@@ -79,62 +73,49 @@ def compare(
             summary["created"] = old["created"]
         summary["runs"] = [entry(run, config.out, base.steps, parameters[run.placement]) for run in config.runs()]
         write_text(config.out / "config.yaml", config_to_yaml(config))
-        run_all(config.runs(), base, data, Saver(summary, config.out), console)
+        run_all(config.runs(), base, data, Saver(summary, config.out), console, config.jobs)
     say(console, f"\n{summary['conclusion']}\n\nReport: {config.out / 'report.html'}")
     if all(run["status"] == "out_of_memory" for run in summary["runs"]):
         raise MemoryError(f"no run could be finished; {OUT_OF_MEMORY}")
     return summary
 
 
-def run_all(runs: list[Run], base: TrainConfig, data: Data, saver: Saver, console: Console) -> None:
+def run_all(runs: list[Run], base: TrainConfig, data: Data, saver: Saver, console: Console, jobs: int = 1) -> None:
     """Do every run that is not finished; whatever happens, the summary and the report say how far each has come."""
     entries = saver.summary["runs"]
     states = [RunState(run.placement, run.lr, run.seed, base.steps) for run in runs]
     for state, known in zip(states, entries, strict=True):
         state.close(known)
     saver.save()
+    pending = [(i, run.config(base), saver.out / run.folder) for i, run in enumerate(runs) if unfinished(entries[i])]
+
+    def keep(index: int, status: dict[str, Any]) -> None:
+        entries[index] = entry(runs[index], saver.out, base.steps, entries[index]["parameters"]) | status
+        saver.save()
+
     try:
-        with saver, display(states, console) as show:
-            for index, run in enumerate(runs):
-                if entries[index]["status"] == "finished":
-                    continue
+        with saver, display(states, console, jobs) as show:
+            if jobs > 1:
+                for index, status in side_by_side(pending, base.data, jobs):
+                    keep(index, status)
+                    show.end(entries[index], index)
+                return
+            for index, config, folder in pending:
                 show.start(index)
                 status: dict[str, Any] = {"status": "interrupted"}
                 try:
-                    status = run_one(run.config(base), saver.out / run.folder, data, show.row)
+                    status = run_one(config, folder, data, show.row)
                 finally:
-                    entries[index] = entry(run, saver.out, base.steps, entries[index]["parameters"]) | status
-                    saver.save()
-                show.end(entries[index])
+                    keep(index, status)
+                show.end(entries[index], index)
     except Interrupted as stopped:
         say(console, f"{stopped}. Everything is saved: give the same command and --resume to go on.")
         raise
 
 
-def run_one(config: TrainConfig, folder: Path, data: Data, on_row: OnRow) -> dict[str, Any]:
-    """Start a run or go on with it; return what its folder cannot say."""
-    try:
-        # An interrupted run goes on bit for bit, a folder that does not exist yet starts one.
-        train(config, folder, resume=True, data=data, on_row=on_row)
-        return {}
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    return {"status": "out_of_memory", "cause": OUT_OF_MEMORY}
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error is a failed allocation, on the CPU or an accelerator.
-
-    >>> is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"))
-    True
-    """
-    message = str(error)
-    known = isinstance(error, MemoryError | torch.OutOfMemoryError)
-    return known or "can't allocate memory" in message or "out of memory" in message
+def unfinished(known: dict[str, Any]) -> bool:
+    """Whether a run is still to be done, by its entry in the summary."""
+    return known["status"] != "finished"
 
 
 def open_folder(out: Path, resume: bool) -> dict[str, Any] | None:
@@ -197,7 +178,7 @@ def describe(config: CompareConfig, base: TrainConfig, data: Data, command: str)
     # these differ from run to run
     del shared["model"]["placement"], shared["optimizer"]["lr"], shared["seed"]
     names = list(dict.fromkeys(run.placement for run in config.runs()))
-    about = environment() | {"device": str(resolve_device(base.device))}
+    about = environment() | {"device": str(resolve_device(base.device)), "jobs": config.jobs}
     return {
         "format": FORMAT,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),

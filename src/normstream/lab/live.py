@@ -80,11 +80,11 @@ def remaining(states: Sequence[RunState], state: RunState) -> float | None:
     return (state.steps - state.step) * sum(paces) / len(paces) if paces else None
 
 
-def remaining_in_all(states: Sequence[RunState]) -> float | None:
-    """Estimate the seconds until the last run has finished; None while nothing is known."""
+def remaining_in_all(states: Sequence[RunState], jobs: int = 1) -> float | None:
+    """Estimate the seconds until the last run has finished, so many at a time; None while nothing is known."""
     parts = [remaining(states, state) for state in states]
     known = [part for part in parts if part is not None]
-    return sum(known) if len(known) == len(parts) else None
+    return sum(known) / jobs if len(known) == len(parts) else None
 
 
 class PlainLines:
@@ -101,8 +101,9 @@ class PlainLines:
         states: Sequence[RunState],
         print: Callable[[str], Any],
         clock: Callable[[], float] = time.perf_counter,
+        jobs: int = 1,
     ) -> None:
-        self.states, self.print, self.clock = states, print, clock
+        self.states, self.print, self.clock, self.jobs = states, print, clock, jobs
         self.current = 0
 
     def __enter__(self) -> "PlainLines":
@@ -132,32 +133,40 @@ class PlainLines:
             self.start(self.current)
         state.take(row, self.clock())
         if row["kind"] == "eval":
+            in_all = duration(remaining_in_all(self.states, self.jobs))
             self.say(
                 f"step {state.step}/{state.steps}, loss {number(state.loss)}, validation {number(row['loss'])}, "
                 f"gradient norm {short(state.grad_norm)}, {short(state.tokens_per_second)} tokens/s, "
-                f"left {duration(remaining(self.states, state))}, in all {duration(remaining_in_all(self.states))}"
+                f"left {duration(remaining(self.states, state))}, in all {in_all}"
             )
 
-    def end(self, entry: dict[str, Any]) -> None:
-        """Say how the current run ended."""
-        state = self.states[self.current]
+    def end(self, entry: dict[str, Any], index: int) -> None:
+        """Say how a run ended."""
+        self.current = index
+        state = self.states[index]
         state.close(entry)
         words = [state.status.replace("_", " "), state.outcome, f"best validation loss {number(state.best)}"]
+        if self.jobs > 1:
+            words.append(f"left in all {duration(remaining_in_all(self.states, self.jobs))}")
         self.say(", ".join(filter(None, words)) + (f"; {entry['cause']}" if entry["cause"] else ""))
 
     def finish(self, result: RunResult) -> None:
         """Say how a run that belongs to no comparison ended; the gradient norm stays that of its last row."""
         curve = {"grad_norm": [self.states[self.current].grad_norm]}
-        self.end(asdict(result) | {"status": "finished", "curve": curve})
+        self.end(asdict(result) | {"status": "finished", "curve": curve}, self.current)
 
 
 class LiveTable(PlainLines):
     """One table with a line for each run, redrawn at most four times a second."""
 
     def __init__(
-        self, states: Sequence[RunState], console: Console, clock: Callable[[], float] = time.perf_counter
+        self,
+        states: Sequence[RunState],
+        console: Console,
+        clock: Callable[[], float] = time.perf_counter,
+        jobs: int = 1,
     ) -> None:
-        super().__init__(states, console.print, clock)
+        super().__init__(states, console.print, clock, jobs)
         self.console = console
         self.live = Live(console=console, refresh_per_second=4, get_renderable=self.render, transient=False)
 
@@ -188,7 +197,7 @@ class LiveTable(PlainLines):
                 *cells(state, remaining(self.states, state)), style="red" if state.outcome else STYLES[state.status]
             )
         done = sum(state.status == "finished" for state in self.states)
-        left = duration(remaining_in_all(self.states))
+        left = duration(remaining_in_all(self.states, self.jobs))
         return Group(table, Text(f"{done} of {len(self.states)} runs finished, {left} left", style="dim"))
 
 
@@ -209,11 +218,11 @@ def cells(state: RunState, left: float | None) -> Iterable[str]:
     )
 
 
-def display(states: Sequence[RunState], console: Console) -> PlainLines:
+def display(states: Sequence[RunState], console: Console, jobs: int = 1) -> PlainLines:
     """A live table on a terminal, plain lines elsewhere."""
     if console.is_terminal:
-        return LiveTable(states, console)
-    return PlainLines(states, partial(say, console))
+        return LiveTable(states, console, jobs=jobs)
+    return PlainLines(states, partial(say, console), jobs=jobs)
 
 
 def say(console: Console, text: str) -> None:

@@ -29,7 +29,7 @@ class CompareConfig:
     """
 
     placements: tuple[str, ...] = ("pre", "post", "siamese")
-    """Placements to compare: names from `normstream list`, with options as in siamese(depth_scale=paper)."""
+    """Placements to compare: names from `normstream list`, options as in siamese(depth_scale=paper), or all."""
     lrs: tuple[float, ...] = (2e-3, 1e-2)
     """Peak learning rates."""
     seeds: tuple[int, ...] = (0,)
@@ -40,6 +40,8 @@ class CompareConfig:
     """Folder for the run folders, summary.json, summary.csv and report.html."""
     budget: str | None = None
     """Time for the whole comparison, such as 90s, 5m or 1h30m; it replaces the number of steps."""
+    jobs: int = 1
+    """Runs at a time, each in a process of its own with its share of the threads; losses do not depend on it."""
 
     def __post_init__(self) -> None:
         for name in ("placements", "lrs", "seeds"):
@@ -50,7 +52,7 @@ class CompareConfig:
             raise ValueError(f"learning rates must lie between {LOWEST_LR:g} and {HIGHEST_LR:g}, got {wrong[0]}")
         if min(self.seeds) < 0:
             raise ValueError(f"seeds must not be negative, got {min(self.seeds)}")
-        canonical = [str(placements.get(placement)) for placement in self.placements]
+        canonical = self.chosen()
         for name, values in (("placement", canonical), ("learning rate", self.lrs), ("seed", self.seeds)):
             refuse_repeated(name, values)
         replaced = (
@@ -61,17 +63,25 @@ class CompareConfig:
         for name, value, default, instead in replaced:
             if value != default:
                 raise ValueError(f"a comparison takes no {name} of its own, got {value}; give {instead}")
+        if self.jobs < 1:
+            raise ValueError(f"jobs must be at least 1, got {self.jobs}")
         if self.budget is not None:
             parse_budget(self.budget)
+            if self.jobs > 1:
+                raise ValueError("a budget is measured with one run at a time; leave out jobs, or give steps")
+
+    def chosen(self) -> list[str]:
+        """The placements in full: all of them for ``all``, each as ``placements.get`` writes it.
+
+        >>> CompareConfig(placements=("all",)).chosen() == placements.names()
+        True
+        """
+        names = [name for given in self.placements for name in (placements.names() if given == "all" else [given])]
+        return [str(placements.get(name)) for name in names]
 
     def runs(self) -> list["Run"]:
         """The runs, seed by seed, so that an early stop leaves whole comparisons behind."""
-        return [
-            Run(str(placements.get(placement)), lr, seed)
-            for seed in self.seeds
-            for lr in self.lrs
-            for placement in self.placements
-        ]
+        return [Run(placement, lr, seed) for seed in self.seeds for lr in self.lrs for placement in self.chosen()]
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ def test_norms_biases_and_c1():
     norm = NormConfig(kind="layer", bias=True)
     for placement in ("pre", "post", "siamese", "siamese_hybrid_pre"):
         model = DecoderLM(
-            replace(CONFIG, placement=placement, norm=norm, bias=True, inner=Inner(qk="model", v="model"))
+            replace(CONFIG, placement=placement, norm=norm, bias="all", inner=Inner(qk="model", v="model"))
         )
         for p in model.parameters():
             p.data.fill_(7.0)

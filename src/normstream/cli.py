@@ -23,8 +23,8 @@ from normstream.__about__ import __version__
 from normstream.data import load_data, load_tokenizer, load_whole
 from normstream.generation import generate
 from normstream.lab import CompareConfig, compare, markdown_table, read_summary, write_report
-from normstream.lab.runner import OUT_OF_MEMORY, is_out_of_memory
 from normstream.lab.live import RunState, display, say
+from normstream.lab.runner import OUT_OF_MEMORY, is_out_of_memory
 from normstream.models import PRESETS, DecoderLM, preset
 from normstream.names import nearest
 from normstream.optim import group_table
@@ -200,12 +200,15 @@ class Report:
 
 @dataclass(frozen=True)
 class List:
-    """All placements: equations, sources, options, and where paper and code differ."""
+    """All placements, or those named: equations, constants, sources, options, and where paper and code differ."""
+
+    only: Positional[tuple[str, ...]] = ()
+    """Names of placements."""
 
     def __call__(self) -> None:
-        for name in placements.names():
+        for name in self.only or placements.names():
             placement = placements.get(name)
-            console.print(f"[bold]{name}[/bold]  {escape(placement.title)}")
+            console.print(f"[bold]{escape(str(placement))}[/bold]  {escape(placement.title)}")
             table = Table("", "", show_header=False, box=None, pad_edge=True)
             options = ", ".join(f"{key}={str(value).lower()}" for key, value in config_to_dict(placement).items())
             rows = {
@@ -368,11 +371,11 @@ def show_plan(config: TrainConfig) -> None:
         f"data: {len(data.train.tokens):,} training tokens, {len(data.validation.tokens):,} validation tokens, "
         f"hash {data.corpus_hash[:16]}\n",
     )
-    table = Table("group", "weight decay", "tensors", "parameters", box=None)
+    table = Table("group", "optimizer", "weight decay", "tensors", "parameters", box=None)
     rows = group_table(model, config.optimizer)
     for row in rows:
-        table.add_row(row.group, f"{row.decay:g}", f"{row.tensors:,}", f"{row.parameters:,}")
-    table.add_row("all", "", f"{sum(row.tensors for row in rows):,}", f"{sum(row.parameters for row in rows):,}")
+        table.add_row(row.group, row.optimizer, f"{row.decay:g}", f"{row.tensors:,}", f"{row.parameters:,}")
+    table.add_row("all", "", "", f"{sum(row.tensors for row in rows):,}", f"{sum(row.parameters for row in rows):,}")
     console.print(table)
 
 

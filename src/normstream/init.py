@@ -1,37 +1,185 @@
 """Initialization: one table of schemes, the same values on every device and for every placement with that scheme.
 
-============== ============================ ===================================== =========================
-scheme         matrices and embedding       matrices that write to the stream     cut
-============== ============================ ===================================== =========================
-plain          N(0, std)                    N(0, std)                             none
-gpt2           N(0, std)                    N(0, std / sqrt(N))                   none
-megatron_full  N(0, std)                    N(0, std / sqrt(N))                   3 standard deviations
-============== ============================ ===================================== =========================
+============== =============== ================== ================ ================== ================ =======
+scheme         embedding, head q, k, any other    v                o, ffn out         ffn in           drawn
+============== =============== ================== ================ ================== ================ =======
+plain          std             std                std              std                std              normal
+gpt2           std             std                std              std / sqrt(2L)     std              normal
+megatron_full  std             std                std              std / sqrt(2L)     std              cut
+mitchell       1 / sqrt(D)     1 / sqrt(D)        1 / sqrt(D)      1 / sqrt(2 l in)   1 / sqrt(D)      cut
+xavier         1 / sqrt(D)     X                  X                X                  X                normal
+deepnorm       1 / sqrt(D)     X                  beta X           beta X             beta X           normal
+deepnorm_code  1 / sqrt(D)     T                  beta' T          beta' T            beta' T          uniform
+sub_ln         1 / sqrt(D)     X                  gamma X          gamma X            gamma X          normal
+sub_ln_code    1 / sqrt(D)     T                  gamma T          gamma T            gamma T          uniform
+ngpt           1 / sqrt(D)     1 / sqrt(D)        1 / sqrt(D)      1 / sqrt(2L D)     1 / sqrt(D)      normal
+============== =============== ================== ================ ================== ================ =======
 
-std is ``init_std``, by default sqrt(2 / (5 dim)); N is the number of sublayers, 2 n_layers. Norm gains start at an
-effective 1, biases at 0.
+Standard deviations: std is ``init_std``, by default sqrt(2 / (5 D)), D the width, L the number of blocks, l the block
+counted from 1, X = sqrt(2 / (in + out)) Xavier's, T = sqrt(1 / (3 in)) that of a torch Linear. beta and gamma are
+functions of the depth in ``placements.deepnorm`` and ``placements.sub_ln``, beta' the released code's; gamma is 1 in
+cross-attention. cut is a normal distribution cut at 3 std; uniform concerns the matrices of the sublayers and
+then their biases too. All other biases start at 0, norms at their ``gain_init``; learned positions start as the
+embedding, under gpt2 at half its std. ngpt scales every row to length 1 afterwards.
+
+in and out are the sizes of a *logical* matrix: keys and values that share one weight (latent attention) are drawn
+apart, and with grouped queries out is the number of rows that there are.
 
 Every parameter has a random generator of its own, seeded by the seed and the parameter's name: its values depend on
-nothing else, so two placements with one scheme start with equal sublayers, and a model built on the meta device gets
-the values that it would have had on the CPU.
+nothing else, so two placements with one scheme start with equal sublayers, and a model built on the meta device or
+sharded over processes gets the values that it would have had on one CPU.
 
-Sources: GPT-2 (Radford et al. 2019), karpathy/nanoGPT:model.py; Megatron-full: allenai/OLMo:olmo/initialization.py
-and the released SiameseNorm and HybridNorm code.
+Sources: docs/initialization.md.
 """
 
 import hashlib
 import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from normstream.layers import Layer
+from normstream.layers import LatentAttention, Layer
 from normstream.models import DecoderLM
+from normstream.placements import InitScheme, Stack
+from normstream.placements.deepnorm import beta
+from normstream.placements.sub_ln import gamma
+
+Role = Literal["embedding", "positions", "head", "query_key", "value", "output", "ffn_in", "ffn_out"]
+Draw = Literal["normal", "cut", "uniform"]
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A logical matrix: what its start may depend on.
+
+    >>> round(Matrix("query_key", fan_in=512, fan_out=512, dim=512, n_layers=12).std("deepnorm"), 7)
+    0.0441942
+    """
+
+    role: Role
+    """What it does; query_key stands for any other matrix too."""
+    fan_in: int
+    """Number of inputs."""
+    fan_out: int
+    """Number of outputs."""
+    dim: int
+    """Width of the residual streams."""
+    n_layers: int
+    """Number of blocks in its stack."""
+    layer: int = 0
+    """0-based block."""
+    init_std: float = 0.02
+    """The configuration's standard deviation."""
+    stack: Stack = Stack()
+    """Which stack of the model it is in."""
+    cross: bool = False
+    """Whether it belongs to cross-attention."""
+
+    def std(self, scheme: InitScheme) -> float:
+        """Its standard deviation at the start."""
+        return getattr(SCHEMES[scheme], self.role)(self)
+
+
+def std(m: Matrix) -> float:
+    return m.init_std
+
+
+def half_std(m: Matrix) -> float:
+    return m.init_std / 2
+
+
+def std_depth(m: Matrix) -> float:
+    return m.init_std / math.sqrt(2 * m.n_layers)
+
+
+def width(m: Matrix) -> float:
+    return 1 / math.sqrt(m.dim)
+
+
+def width_depth(m: Matrix) -> float:
+    return 1 / math.sqrt(2 * m.n_layers * m.dim)
+
+
+def fan_layer(m: Matrix) -> float:
+    return 1 / math.sqrt(2 * (m.layer + 1) * m.fan_in)
+
+
+def xavier(m: Matrix) -> float:
+    return math.sqrt(2 / (m.fan_in + m.fan_out))
+
+
+def torch_std(m: Matrix) -> float:
+    return 1 / math.sqrt(3 * m.fan_in)
+
+
+def beta_xavier(m: Matrix) -> float:
+    return beta(m.stack, m.n_layers) * xavier(m)
+
+
+def beta_torch(m: Matrix) -> float:
+    return beta(m.stack, m.n_layers, "code") * torch_std(m)
+
+
+def gamma_xavier(m: Matrix) -> float:
+    return (1.0 if m.cross else gamma(m.stack, m.n_layers)) * xavier(m)
+
+
+def gamma_torch(m: Matrix) -> float:
+    return (1.0 if m.cross else gamma(m.stack, m.n_layers)) * torch_std(m)
+
+
+Rule = Callable[[Matrix], float]
+
+
+class Scheme(NamedTuple):
+    """One row of the table: the standard deviation of each role, and how values are drawn."""
+
+    embedding: Rule
+    positions: Rule
+    head: Rule
+    query_key: Rule
+    value: Rule
+    output: Rule
+    ffn_in: Rule
+    ffn_out: Rule
+    draw: Draw
+
+
+# fmt: off
+SCHEMES: dict[InitScheme, Scheme] = {
+    #                       embedding positions head q and k  value         output        ffn in        ffn out
+    "plain":         Scheme(std,   std,      std,   std,       std,          std,          std,          std,          "normal"),
+    "gpt2":          Scheme(std,   half_std, std,   std,       std,          std_depth,    std,          std_depth,    "normal"),
+    "megatron_full": Scheme(std,   std,      std,   std,       std,          std_depth,    std,          std_depth,    "cut"),
+    "mitchell":      Scheme(width, width,    width, width,     width,        fan_layer,    width,        fan_layer,    "cut"),
+    "xavier":        Scheme(width, width,    width, xavier,    xavier,       xavier,       xavier,       xavier,       "normal"),
+    "deepnorm":      Scheme(width, width,    width, xavier,    beta_xavier,  beta_xavier,  beta_xavier,  beta_xavier,  "normal"),
+    "deepnorm_code": Scheme(width, width,    width, torch_std, beta_torch,   beta_torch,   beta_torch,   beta_torch,   "uniform"),
+    "sub_ln":        Scheme(width, width,    width, xavier,    gamma_xavier, gamma_xavier, gamma_xavier, gamma_xavier, "normal"),
+    "sub_ln_code":   Scheme(width, width,    width, torch_std, gamma_torch,  gamma_torch,  gamma_torch,  gamma_torch,  "uniform"),
+    "ngpt":          Scheme(width, width,    width, width,     width,        width_depth,  width,        width_depth,  "normal"),
+}  # noqa: E501
+# fmt: on
+
+
+class Block(NamedTuple):
+    """Some rows of a weight that form one logical matrix, and the scheme that they start by."""
+
+    scheme: InitScheme
+    matrix: Matrix
+    rows: Tensor
 
 
 @torch.no_grad()
 def initialize(model: DecoderLM, seed: int) -> None:
     """Sets every parameter of ``model`` by its scheme, in place.
+
+    The scheme is that of ``model.config.init`` or, block by block, of the placement.
 
     >>> from normstream.models import DecoderConfig
     >>> model = DecoderLM(DecoderConfig(placement="pre", dim=8, n_layers=1, n_heads=2))
@@ -39,35 +187,110 @@ def initialize(model: DecoderLM, seed: int) -> None:
     >>> round(model.tok_embeddings.weight.std().item() / (2 / (5 * 8)) ** 0.5, 1)
     1.0
     """
-    config = model.config
-    scheme = model.placement.init if config.init == "placement" else config.init
-    cut = 3.0 if scheme == "megatron_full" else None
-    std = config.resolved_init_std
-    branch_std = std if scheme == "plain" else std / math.sqrt(2 * config.n_layers)
-
     model.tie()
-    outputs = _branch_outputs(model)
+    blocks = logical_blocks(model)
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear | nn.Embedding):
-            if not (config.tied and module is model.lm_head):
-                _normal(module.weight, branch_std if module in outputs else std, cut, f"{seed}:{name}.weight")
+            if not (model.config.tied and module is model.lm_head):
+                _set(module.weight, _draw(module.weight.shape, blocks[module], f"{seed}:{name}.weight"))
             if isinstance(module, nn.Linear) and module.bias is not None:
-                module.bias.zero_()
+                _start_bias(module.bias, blocks[module], f"{seed}:{name}.bias")
         elif callable(reset := getattr(module, "reset_parameters", None)):
             reset()
+    model.placement.after_step(model)
 
 
-def _branch_outputs(model: DecoderLM) -> set[nn.Module]:
-    sublayers = [getattr(layer, kind) for layer in model.layers if isinstance(layer, Layer) for kind in layer.kinds]
-    return {getattr(sublayer, name) for sublayer in sublayers for name in sublayer.branch_outputs}
+def logical_blocks(model: DecoderLM) -> dict[nn.Module, list[Block]]:
+    """For each Linear and Embedding of the model its rows, logical matrix by logical matrix.
+
+    >>> from normstream.models import DecoderConfig
+    >>> model = DecoderLM(DecoderConfig(placement="pre", dim=8, n_layers=1, n_heads=2))
+    >>> logical_blocks(model)[model.layers[0].attention.wv][0].matrix.role
+    'value'
+    """
+    config = model.config
+    matrix = partial(
+        Matrix, dim=config.dim, n_layers=config.n_layers, init_std=config.resolved_init_std, stack=model.stack
+    )
+
+    def block(module: nn.Module, role: Role, rows: Tensor | None = None, layer: int | None = None, **more) -> Block:
+        placement = model.placement if layer is None else model.placement.at(layer)
+        rows = torch.arange(module.weight.shape[0], device="cpu") if rows is None else rows
+        sizes = {"fan_in": module.weight.shape[1], "fan_out": len(rows), "layer": layer or 0}
+        return Block(placement.init if config.init == "placement" else config.init, matrix(role, **sizes, **more), rows)
+
+    blocks = {m: [block(m, "query_key")] for m in model.modules() if isinstance(m, nn.Linear | nn.Embedding)}
+    blocks[model.lm_head] = [block(model.lm_head, "head")]
+    blocks[model.tok_embeddings] = [block(model.tok_embeddings, "embedding")]
+    if model.pos_embeddings is not None:
+        blocks[model.pos_embeddings] = [block(model.pos_embeddings, "positions")]
+    for index, layer in enumerate(model.layers):
+        for kind, sublayer in _sublayers(layer):
+            for name, module in sublayer.named_children():
+                if isinstance(module, nn.Linear):
+                    parts = _parts(sublayer, name, module)
+                    cross = kind == "cross_attention"
+                    blocks[module] = [block(module, role, rows, index, cross=cross) for role, rows in parts]
+    return blocks
 
 
-def _normal(parameter: Tensor, std: float, cut: float | None, stream: str) -> None:
+def _sublayers(layer: Layer) -> Iterator[tuple[str, nn.Module]]:
+    for kind in layer.kinds:
+        sublayer = getattr(layer, kind)
+        if kind == "parallel":
+            yield from ((branch, getattr(sublayer, branch)) for branch in sublayer.kinds)
+        else:
+            yield kind, sublayer
+
+
+def _parts(sublayer: nn.Module, name: str, linear: nn.Linear) -> list[tuple[Role, Tensor]]:
+    """The logical matrices in one of a sublayer's matrices, each with its rows."""
+    rows = torch.arange(linear.weight.shape[0], device="cpu")
+    if isinstance(sublayer, LatentAttention):
+        sizes = sublayer.sizes
+        if name == "wkv_up":
+            of_value = rows % (sizes.nope_head_dim + sizes.v_head_dim) >= sizes.nope_head_dim
+            return [("query_key", rows[~of_value]), ("value", rows[of_value])]
+        if name == "wkv_down":
+            return [("query_key", rows[: sizes.kv_rank]), ("query_key", rows[sizes.kv_rank :])]
+    is_output = name in getattr(sublayer, "branch_outputs", ())
+    values: tuple[str, ...] | None = getattr(sublayer, "value_matrices", None)
+    if values is None:
+        return [("ffn_out" if is_output else "ffn_in", rows)]
+    return [("output" if is_output else "value" if name in values else "query_key", rows)]
+
+
+def _draw(shape: torch.Size, blocks: list[Block], stream: str) -> Tensor:
+    """Values of a weight or bias, each logical matrix by its own rule, from a generator seeded by ``stream``."""
     seed = int.from_bytes(hashlib.sha256(stream.encode()).digest()[:8], "big", signed=True)
     generator = torch.Generator().manual_seed(seed)
-    values = torch.empty(parameter.shape, dtype=torch.float32)
-    if cut is None:
-        values.normal_(0.0, std, generator=generator)
+    values = torch.empty(shape, dtype=torch.float32, device="cpu")
+    for scheme, matrix, rows in blocks:
+        std, draw = matrix.std(scheme), SCHEMES[scheme].draw
+        part = torch.empty(len(rows), *shape[1:], dtype=torch.float32, device="cpu")
+        if draw == "cut":
+            nn.init.trunc_normal_(part, 0.0, std, -3 * std, 3 * std, generator=generator)
+        elif draw == "uniform" and matrix.role not in ("embedding", "positions", "head"):
+            part.uniform_(-math.sqrt(3) * std, math.sqrt(3) * std, generator=generator)
+        else:
+            part.normal_(0.0, std, generator=generator)
+        values[rows] = part
+    return values
+
+
+def _start_bias(bias: Tensor, blocks: list[Block], stream: str) -> None:
+    """Uniform like the weight where torch's own start of a Linear is wanted, else 0."""
+    scheme, matrix, _ = blocks[0]
+    if SCHEMES[scheme].draw == "uniform" and matrix.role != "head":
+        _set(bias, _draw(bias.shape, blocks, stream))
     else:
-        nn.init.trunc_normal_(values, 0.0, std, -cut * std, cut * std, generator=generator)
-    parameter.copy_(values)
+        bias.zero_()
+
+
+def _set(parameter: Tensor, values: Tensor) -> None:
+    """Copies values into a parameter, of which this process may hold a shard; every process has all values."""
+    if isinstance(parameter, DTensor):
+        mesh, placements = parameter.device_mesh, parameter.placements
+        parameter.copy_(distribute_tensor(values.to(parameter.dtype), mesh, placements, src_data_rank=None))
+    else:
+        parameter.copy_(values)

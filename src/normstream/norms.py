@@ -1,7 +1,18 @@
-"""LayerNorm and RMSNorm with every convention that released models use, each under its own name.
+"""Norms and their point-wise replacements, with every convention that released models use under its own name.
 
-Statistics are taken in float32 (float64 for float64 input), eps sits inside the root and is always explicit, and the
-output has the dtype of the input, whatever the dtype of the gain.
+=========== ============================================ ====================================== ======
+kind        y                                            parameters besides the gain g          bias b
+=========== ============================================ ====================================== ======
+rms         g x / sqrt(mean(x^2) + eps)                                                         no
+layer       g (x - mean(x)) / sqrt(var(x) + eps) + b                                            may be
+pb_relax    layer of x / max|x|                                                                 may be
+scale       g x / max(|x|, eps), one scalar g                                                   no
+dyt         g tanh(alpha x) + b                          scalar alpha                           may be
+derf        g erf(alpha x + s) + b                       scalars alpha, s                       may be
+=========== ============================================ ====================================== ======
+
+Everything is computed in float32 (float64 for float64 input), eps is always explicit, and the output has the dtype of
+the input, whatever the dtype of the gain.
 
 Where models disagree, and what the options are called here:
 
@@ -12,6 +23,8 @@ cast            the order of the cast to the input dtype and the multiplication 
                 ``after_gain`` multiplies in float32, then casts once (OLMo 2, Gemma, torch);
                 ``before_gain`` casts, then multiplies (Llama, Mistral, Qwen);
                 ``gain_dtype`` casts to the dtype of the gain, then multiplies (T5)
+gain_init       the effective gain at the start: 1, Swin v2's 0, or a small one; where the gain is zero-centred, the
+                stored w starts at gain_init - 1
 =============== =========================================================================================
 
 The cast orders are the same function in float32 and float64 and three different ones in float16 and bfloat16: with a
@@ -20,74 +33,26 @@ bfloat16 gain, ``after_gain`` and ``before_gain`` differ in about a quarter of t
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from normstream.gain_norm import CastOrder as CastOrder
+from normstream.gain_norm import Gain as Gain
+from normstream.gain_norm import GainNorm, check_eps, check_gain_init, check_width, precise_dtype
 from normstream.names import check_choice
+from normstream.pointwise import Derf as Derf
+from normstream.pointwise import DyT as DyT
+from normstream.pointwise import check_alpha
 
-Kind = Literal["rms", "layer"]
-Gain = Literal["plain", "zero_centered", "none"]
-CastOrder = Literal["after_gain", "before_gain", "gain_dtype"]
-
-
-def check_eps(eps: object) -> None:
-    """Raises ValueError unless eps is a finite number of at least 0."""
-    if not isinstance(eps, float | int) or not 0 <= eps < math.inf:
-        raise ValueError(f"eps must be an explicit number >= 0, got {eps!r}; take it from the model's own config")
+Kind = Literal["rms", "layer", "dyt", "derf", "pb_relax", "scale"]
+Scope = Literal["token", "tensor"]
 
 
-class _GainNorm(nn.Module):
-    """What LayerNorm and RMSNorm share: the gain, the bias and the order of the casts."""
-
-    def __init__(self, dim: int, *, eps: float, gain: Gain, bias: bool, cast: CastOrder) -> None:
-        super().__init__()
-        if dim < 1:
-            raise ValueError(f"a norm needs a width of at least 1, got {dim}")
-        check_eps(eps)
-        check_choice("gain", gain, Gain)
-        check_choice("cast", cast, CastOrder)
-        self.dim, self.eps, self.gain, self.cast = dim, float(eps), gain, cast
-        self.weight = None if gain == "none" else nn.Parameter(torch.empty(dim))
-        self.bias = nn.Parameter(torch.empty(dim)) if bias else None
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Effective gain 1, bias 0."""
-        if self.weight is not None:
-            nn.init.constant_(self.weight, 0.0 if self.gain == "zero_centered" else 1.0)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
-
-    def normalize(self, x: Tensor, gain: Tensor | None, bias: Tensor | None) -> Tensor:
-        """The norm itself, in the dtype of x, which is float32 or float64."""
-        raise NotImplementedError
-
-    def forward(self, x: Float[Tensor, "*batch dim"]) -> Float[Tensor, "*batch dim"]:
-        if x.shape[-1] != self.dim:
-            raise ValueError(f"expected a last axis of width {self.dim}, got shape {tuple(x.shape)}")
-        high = torch.float64 if x.dtype == torch.float64 else torch.float32
-        x_high = x.to(high)
-        gain = self.weight
-        if gain is not None and self.gain == "zero_centered":
-            gain = 1 + gain.to(high)
-        bias = None if self.bias is None else self.bias.to(high)
-
-        if gain is None or self.cast == "after_gain":
-            gain_high = None if gain is None else gain.to(high)
-            return self.normalize(x_high, gain_high, bias).to(x.dtype)
-        low = x.dtype if self.cast == "before_gain" else gain.dtype
-        y = self.normalize(x_high, None, None).to(low) * gain
-        return (y if bias is None else y + bias).to(x.dtype)
-
-    def extra_repr(self) -> str:
-        return f"{self.dim}, eps={self.eps:g}, gain={self.gain}, bias={self.bias is not None}, cast={self.cast}"
-
-
-class RMSNorm(_GainNorm):
+class RMSNorm(GainNorm):
     """Root-mean-square norm: ``y = g * x / sqrt(mean(x^2) + eps)`` over the last axis.
 
     Args:
@@ -95,6 +60,7 @@ class RMSNorm(_GainNorm):
         eps: added inside the root; there is no default, since released models differ by orders of magnitude.
         gain: ``plain`` (g = w), ``zero_centered`` (g = 1 + w) or ``none`` (g = 1).
         cast: order of the cast back and the multiplication by g; see the module's table.
+        gain_init: g at the start.
 
     Shape: ``(..., dim)`` to ``(..., dim)``, same dtype. Zero rows are allowed; the gain's gradient is then zero.
 
@@ -107,14 +73,28 @@ class RMSNorm(_GainNorm):
     tensor([0.8485, 1.1314], grad_fn=<...>)
     """
 
-    def __init__(self, dim: int, *, eps: float, gain: Gain = "plain", cast: CastOrder = "after_gain") -> None:
-        super().__init__(dim, eps=eps, gain=gain, bias=False, cast=cast)
+    def __init__(
+        self,
+        dim: int,
+        *,
+        eps: float,
+        gain: Gain = "plain",
+        cast: CastOrder = "after_gain",
+        gain_init: float = 1.0,
+    ) -> None:
+        super().__init__(dim, gain=gain, bias=False, cast=cast, gain_init=gain_init)
+        check_eps(eps)
+        self.eps = float(eps)
+        self.reset_parameters()
 
     def normalize(self, x: Tensor, gain: Tensor | None, bias: Tensor | None) -> Tensor:
         return F.rms_norm(x, (self.dim,), gain, self.eps)
 
+    def extra_repr(self) -> str:
+        return f"{self.dim}, eps={self.eps:g}, {super().extra_repr()}"
 
-class LayerNorm(_GainNorm):
+
+class LayerNorm(GainNorm):
     """Layer norm: ``y = g * (x - mean(x)) / sqrt(var(x) + eps) + b`` over the last axis, with the biased variance.
 
     Args:
@@ -123,6 +103,7 @@ class LayerNorm(_GainNorm):
         gain: ``plain`` (g = w), ``zero_centered`` (g = 1 + w) or ``none`` (g = 1).
         bias: whether there is a b (Cohere and MPT have none).
         cast: order of the cast back and the multiplication by g; see the module's table.
+        gain_init: g at the start.
 
     Shape: ``(..., dim)`` to ``(..., dim)``, same dtype. The variance is centred, never E[x^2] - E[x]^2.
 
@@ -136,12 +117,106 @@ class LayerNorm(_GainNorm):
     """
 
     def __init__(
-        self, dim: int, *, eps: float, gain: Gain = "plain", bias: bool = True, cast: CastOrder = "after_gain"
+        self,
+        dim: int,
+        *,
+        eps: float,
+        gain: Gain = "plain",
+        bias: bool = True,
+        cast: CastOrder = "after_gain",
+        gain_init: float = 1.0,
     ) -> None:
-        super().__init__(dim, eps=eps, gain=gain, bias=bias, cast=cast)
+        super().__init__(dim, gain=gain, bias=bias, cast=cast, gain_init=gain_init)
+        check_eps(eps)
+        self.eps = float(eps)
+        self.reset_parameters()
 
     def normalize(self, x: Tensor, gain: Tensor | None, bias: Tensor | None) -> Tensor:
         return F.layer_norm(x, (self.dim,), gain, bias, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.dim}, eps={self.eps:g}, {super().extra_repr()}"
+
+
+class PBRelaxNorm(LayerNorm):
+    """Layer norm of an input divided by its largest magnitude: ``y = LayerNorm(x / max|x|)``.
+
+    At eps 0 this is LayerNorm, computed without large squares; otherwise the division makes eps relative: it acts as
+    eps max|x|^2 would on x.
+
+    Args:
+        scope: ``token`` takes the maximum over the last axis, as the paper writes it; ``tensor`` takes it over the
+            whole tensor, without a gradient, and divides by an eighth of it, as CogView's code does: then a row's
+            output depends on the other rows of the batch, and eps acts as eps (max|x| / 8)^2.
+        dim, eps, gain, bias, cast, gain_init: as for LayerNorm.
+
+    Shape: ``(..., dim)`` to ``(..., dim)``, same dtype. Where the maximum is 0 nothing is divided: a row of zeros (with
+    ``tensor``, a tensor of zeros, which gives NaN in CogView's code) becomes the bias.
+
+    Raises:
+        ValueError: as LayerNorm, and for an unknown scope.
+
+    Source: Ding et al. 2021, arXiv 2105.13290; THUDM/CogView:mpu/sparse_transformer.py.
+
+    >>> PBRelaxNorm(3, eps=0.0)(torch.tensor([1e30, 2e30, 3e30]))
+    tensor([-1.2247,  0.0000,  1.2247], grad_fn=<...>)
+    """
+
+    def __init__(self, dim: int, *, scope: Scope = "token", **options: Any) -> None:
+        super().__init__(dim, **options)
+        check_choice("scope", scope, Scope)
+        self.scope = scope
+
+    def normalize(self, x: Tensor, gain: Tensor | None, bias: Tensor | None) -> Tensor:
+        largest = x.abs().amax(-1, keepdim=True) if self.scope == "token" else x.detach().abs().amax() / 8
+        return super().normalize(x / largest.where(largest > 0, 1.0), gain, bias)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, scope={self.scope}"
+
+
+class ScaleNorm(nn.Module):
+    """``y = g x / max(|x|, eps)`` with the Euclidean norm of the last axis and one learned number g.
+
+    Args:
+        dim: width of the last axis.
+        eps: smallest length divided by.
+        gain_init: g starts at ``gain_init sqrt(dim)``: 1 is the authors' start and RMSNorm's scale;
+            GPT-NeoX starts g itself at 1, which is ``dim**-0.5`` here.
+
+    Shape: ``(..., dim)`` to ``(..., dim)``, same dtype.
+
+    Raises:
+        ValueError: for a width below 1, an eps that is not a number, or an input of another width.
+
+    Source: Nguyen and Salazar 2019, arXiv 1910.05895; tnq177/transformers_without_tears:layers.py.
+
+    >>> ScaleNorm(2, eps=0.0)(torch.tensor([3.0, 4.0]))
+    tensor([0.8485, 1.1314], grad_fn=<...>)
+    """
+
+    def __init__(self, dim: int, *, eps: float, gain_init: float = 1.0) -> None:
+        super().__init__()
+        if dim < 1:
+            raise ValueError(f"a norm needs a width of at least 1, got {dim}")
+        check_eps(eps)
+        check_gain_init(gain_init)
+        self.dim, self.eps, self.gain_init = dim, float(eps), float(gain_init)
+        self.weight = nn.Parameter(torch.empty(1))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """g = gain_init sqrt(dim)."""
+        nn.init.constant_(self.weight, self.gain_init * math.sqrt(self.dim))
+
+    def forward(self, x: Float[Tensor, "*batch dim"]) -> Float[Tensor, "*batch dim"]:
+        check_width(x, self.dim)
+        high = precise_dtype(x)
+        length = x.to(high).norm(dim=-1, keepdim=True).clamp(min=self.eps)
+        return (self.weight.to(high) * x.to(high) / length).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.dim}, eps={self.eps:g}, gain_init={self.gain_init:g}"
 
 
 @dataclass(frozen=True)
@@ -153,26 +228,47 @@ class NormConfig:
     """
 
     kind: Kind = "rms"
-    """RMSNorm or LayerNorm."""
+    """rms, layer, pb_relax (CogView), scale, or point by point dyt or derf."""
     eps: float = 1e-5
-    """Added inside the root."""
+    """Added inside the root; with scale the smallest length divided by; dyt and derf have none."""
     gain: Gain = "plain"
     """plain (w), zero_centered (1 + w) or none."""
+    gain_init: float = 1.0
+    """Effective gain at the start (Swin v2: 0)."""
     cast: CastOrder = "after_gain"
     """Cast back to the input dtype after_gain (OLMo, Gemma), before_gain (Llama), or via the gain_dtype (T5)."""
     bias: bool = False
-    """Whether a LayerNorm has a bias; an RMSNorm has none."""
+    """Whether there is a bias; rms and scale have none."""
+    alpha: float = 0.5
+    """Slope of dyt and derf at the start."""
+    scope: Scope = "token"
+    """Whether pb_relax divides by the largest magnitude of the token or of the whole tensor."""
 
     def __post_init__(self) -> None:
         check_choice("norm.kind", self.kind, Kind)
         check_choice("norm.gain", self.gain, Gain)
         check_choice("norm.cast", self.cast, CastOrder)
+        check_choice("norm.scope", self.scope, Scope)
         check_eps(self.eps)
-        if self.kind == "rms" and self.bias:
-            raise ValueError("an RMSNorm has no bias; set norm.kind to layer or norm.bias to false")
+        check_alpha(self.alpha)
+        check_gain_init(self.gain_init, self.gain)
+        if self.bias and self.kind in ("rms", "scale"):
+            raise ValueError(f"a norm of kind {self.kind} has no bias; set norm.kind to layer or norm.bias to false")
+        if self.kind == "scale" and (self.gain, self.cast) != ("plain", "after_gain"):
+            raise ValueError(
+                f"a norm of kind scale has gain plain and cast after_gain; got gain {self.gain} and cast {self.cast}"
+            )
 
-    def build(self, dim: int) -> RMSNorm | LayerNorm:
+    def build(self, dim: int) -> nn.Module:
         """A norm of width ``dim`` with these conventions."""
+        if self.kind == "scale":
+            return ScaleNorm(dim, eps=self.eps, gain_init=self.gain_init)
+        shared = {"gain": self.gain, "cast": self.cast, "gain_init": self.gain_init}
         if self.kind == "rms":
-            return RMSNorm(dim, eps=self.eps, gain=self.gain, cast=self.cast)
-        return LayerNorm(dim, eps=self.eps, gain=self.gain, bias=self.bias, cast=self.cast)
+            return RMSNorm(dim, eps=self.eps, **shared)
+        if self.kind == "layer":
+            return LayerNorm(dim, eps=self.eps, bias=self.bias, **shared)
+        if self.kind == "pb_relax":
+            return PBRelaxNorm(dim, eps=self.eps, bias=self.bias, scope=self.scope, **shared)
+        pointwise = DyT if self.kind == "dyt" else Derf
+        return pointwise(dim, alpha=self.alpha, bias=self.bias, **shared)

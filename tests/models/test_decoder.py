@@ -12,7 +12,7 @@ from torch import Tensor
 from normstream import placements
 from normstream.init import initialize
 from normstream.layers.inner import Inner
-from normstream.models import DecoderConfig, DecoderLM
+from normstream.models import DecoderConfig, DecoderLM, PositionConfig
 from normstream.norms import LayerNorm, NormConfig, RMSNorm
 
 PLACEMENTS = ["pre", "post", "siamese", "siamese_hybrid_pre"]
@@ -53,7 +53,7 @@ def tokens(batch: int = 2, length: int = 12, seed: int = 0) -> Tensor:
         ({"init_std": -1.0}, ["init_std", "-1"]),
         ({"dropout": 1.0}, ["dropout", "1"]),
         ({"drop_path": -0.5}, ["drop_path", "-0.5"]),
-        ({"rope_theta": 0.0}, ["rope_theta", "0"]),
+        ({"query_scale": 0.0}, ["query_scale", "0"]),
         ({"placement": "siamees"}, ["siamees", "'siamese'"]),
         ({"placement": "siamese(depth_scale=papre)"}, ["papre", "'paper'"]),
     ],
@@ -65,7 +65,7 @@ def test_wrong_configurations_say_what_is_wrong(wrong, words):
 
 
 WRONG_WORDS = """
-from normstream.models import DecoderConfig, DecoderLM
+from normstream.models import DecoderConfig, DecoderLM, PositionConfig
 
 for field in ("activation", "init"):
     try:
@@ -146,9 +146,9 @@ def test_tied_head_is_the_same_parameter():
 
 
 def test_bias_option():
-    names = [n for n, _ in build(bias=True).named_parameters() if n.endswith("bias")]
+    names = [n for n, _ in build(bias="all").named_parameters() if n.endswith("bias")]
     assert len(names) == 3 * 7
-    assert not [n for n, _ in build(bias=False).named_parameters() if n.endswith("bias")]
+    assert not [n for n, _ in build(bias="none").named_parameters() if n.endswith("bias")]
 
 
 def test_gelu_has_two_matrices():
@@ -167,7 +167,7 @@ def test_embedding_multiplier_scales_the_embedding(placement):
 
 
 def test_rope_theta_is_read():
-    assert (build(rope_theta=100.0)(tokens()) - build()(tokens())).abs().max() > 1e-6
+    assert (build(positions=PositionConfig(theta=100.0))(tokens()) - build()(tokens())).abs().max() > 1e-6
 
 
 def test_non_parametric_norms():

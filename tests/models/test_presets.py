@@ -41,7 +41,7 @@ def by_hand(c: DecoderConfig, placement: str) -> int:
 @pytest.mark.parametrize("placement", ["pre", "post", "siamese", "siamese_hybrid_pre"])
 def test_parameter_counts(name, placement):
     config = replace(preset(name), placement=placement)
-    assert (config.activation, config.norm.kind, config.bias) == ("swiglu", "rms", False)
+    assert (config.activation, config.norm.kind, config.bias) == ("swiglu", "rms", "none")
     model = on_meta(config)
     assert all(p.is_meta for p in model.parameters())
     assert count(model) == by_hand(config, placement)

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from normstream import DecoderConfig, DecoderLM, RMSNorm
-from normstream.optim import OptimizerConfig, adamw, check_groups, group_table, parameter_groups, parameter_roles
+from normstream.optim import OptimizerConfig, build_optimizer, check_groups, group_table, parameter_groups, parameter_roles
 from normstream.optim.roles import GroupRow
 
 
@@ -46,7 +46,7 @@ def test_no_gain_bias_or_embedding_is_decayed_whatever_its_name():
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
-    adamw(model, OptimizerConfig(lr=0.1, weight_decay=0.1)).step()
+    build_optimizer(model, OptimizerConfig(lr=0.1, weight_decay=0.1)).step()
     decayed = {"norm_projection.weight", "experts.weights"}
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.detach(), before[name] * (0.99 if name in decayed else 1.0), rtol=1e-7, atol=0)
@@ -76,7 +76,7 @@ def test_table_counts_every_parameter_once(placement: str, tied: bool):
     model = DecoderLM(DecoderConfig(placement=placement, vocab_size=11, dim=8, n_layers=2, n_heads=2, tied=tied))
     table = {row.group: row for row in group_table(model, OptimizerConfig())}
     assert sum(row.parameters for row in table.values()) == sum(p.numel() for p in model.parameters())
-    assert table["embedding"] == GroupRow("embedding", 0.0, 88, 1)
+    assert table["embedding"] == GroupRow("embedding", 0.0, 88, 1, "adamw")
     assert table["matrix"].tensors == 2 * 7 + (not tied)
     assert table["matrix"].decay == 0.1
 
@@ -84,7 +84,7 @@ def test_table_counts_every_parameter_once(placement: str, tied: bool):
 def test_hybrid_pre_has_its_c1_vectors_apart():
     model = DecoderLM(DecoderConfig(placement="siamese_hybrid_pre", vocab_size=11, dim=8, n_layers=2, n_heads=2))
     rows = {row.group: row for row in group_table(model, OptimizerConfig())}
-    assert rows["vector"] == GroupRow("vector", 0.0, 2 * 8, 2)
+    assert rows["vector"] == GroupRow("vector", 0.0, 2 * 8, 2, "adamw")
 
 
 def test_frozen_parameters_are_in_no_group():
@@ -114,7 +114,7 @@ def test_bfloat16_gain_never_moves_and_is_warned_about():
         norm = RMSNorm(1, eps=0.0).to(dtype)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            adamw(norm, OptimizerConfig())
+            build_optimizer(norm, OptimizerConfig())
         assert bool(caught) == (dtype == torch.bfloat16)
         (gain,) = norm.parameters()
         optimizer = torch.optim.SGD(norm.parameters(), lr=1e-3)

@@ -23,14 +23,16 @@ def test_names_lists_every_placement():
     assert placements.names() == sorted(placements.names())
 
 
-@pytest.mark.parametrize("name", ["pre", "post", "siamese", "siamese_hybrid_pre"])
+@pytest.mark.parametrize("name", placements.names())
 def test_every_placement_says_what_it_is(name):
     placement = placements.get(name)
     assert placement.name == name
-    for text in (placement.equation, placement.paper, placement.code):
+    assert str(placement) == name
+    for text in (placement.title, placement.equation, placement.paper, placement.code):
         assert isinstance(text, str)
         assert text
-    assert placement.streams == (("x", "y") if name.startswith("siamese") else ("x",))
+    assert placement.streams[0] in ("x", "h")
+    assert placements.get(f"{name}()") == placement
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Pre-Norm and Post-Norm, and the number of norms of every placement."""
+"""Pre-Norm and Post-Norm, and the number of norms of the placements with one stream."""
 
 from typing import Any
 
@@ -41,6 +41,23 @@ def test_stack_of_zero_sublayers(name, expected, run_row):
     [
         ("pre", 13),
         ("post", 12),
+        ("pre(embedding_norm=true)", 14),
+        ("pre(final_norm=false)", 12),
+        ("post(embedding_norm=true)", 13),
+        ("gpt2", 13),
+        ("bloom", 14),
+        ("layernorm_scaling", 13),
+        ("mix_ln", 13),
+        ("hybridnorm", 7),
+        ("hybridnorm_star", 2 + 5 + 1),
+        ("sandwich", 25),
+        ("peri", 26),
+        ("gemma2", 25),
+        ("gemma3", 25),
+        ("glm4", 25),
+        ("olmo2", 13),
+        ("swin_v2", 12 + 2),
+        ("swin_v2(extra_norm_every=3)", 12 + 2 + 2),
         ("siamese", 6 * 6 + 3),
         ("siamese(input_norm=false)", 6 * 4 + 3),
         ("siamese(input_norm=false,read_out=paper,embedding_norm=false)", 6 * 4 + 1),
@@ -81,6 +98,13 @@ def test_post_norm_reads_what_it_carries(run_row):
         torch.testing.assert_close(z, stream)
 
 
+def test_number_of_norms_of_six_parallel_blocks():
+    """One junction a block; with two norms a block, they are the branches' own."""
+    for spec, norms in (("parallel", 7), ("parallel(norms=2)", 1), ("parallel(final_norm=false)", 6)):
+        row = nn.ModuleList(placements.get(spec).junctions(dim=8, n_layers=6))
+        assert (len(row), count_norms(row)) == (7, norms)
+
+
 @pytest.mark.parametrize("name", ["pre", "post"])
 def test_contribution_is_the_update_itself(name):
     o = torch.randn(2, 3, 4)
@@ -103,4 +127,4 @@ def test_junctions_leave_their_inputs_alone(name):
         assert all(torch.equal(a, b) for a, b in zip((*state, update), before, strict=True))
         state = new_state
     assert torch.equal(embedding, kept)
-    assert len(state) == len(placements.get(name).streams)
+    assert len(state) >= len(placements.get(name).streams)

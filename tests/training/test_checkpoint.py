@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from normstream import DecoderConfig, DecoderLM, initialize
-from normstream.optim import OptimizerConfig, adamw
+from normstream.optim import OptimizerConfig, build_optimizer
 from normstream.training import (
     config_to_dict,
     find_checkpoint,
@@ -57,13 +57,13 @@ def test_model_comes_back(model: DecoderLM, tmp_path: Path):
 def test_optimizer_comes_back():
     layers = [nn.Linear(4, 1, bias=False) for _ in range(2)]
     layers[1].load_state_dict(layers[0].state_dict())
-    optimizers = [adamw(layer, OptimizerConfig()) for layer in layers]
+    optimizers = [build_optimizer(layer, OptimizerConfig()) for layer in layers]
     for step in range(5):
         for layer, optimizer in zip(layers, optimizers, strict=True):
             layer.weight.grad = torch.arange(4.0)[None] + step
             optimizer.step()
         if step == 2:
-            fresh = adamw(layers[1], OptimizerConfig())
+            fresh = build_optimizer(layers[1], OptimizerConfig())
             load_optimizer_tensors(fresh, {k: v.clone() for k, v in optimizer_tensors(optimizers[1]).items()})
             optimizers[1] = fresh
     assert torch.equal(layers[0].weight, layers[1].weight)

@@ -61,7 +61,7 @@ def test_missing_keys_have_their_defaults():
         ("norm: rms", "norm must be a mapping"),
         ("[1, 2]", "the config must be a mapping"),
         ("a: [", "not valid YAML"),
-        ("norm: {kind: rms, bias: true}", "an RMSNorm has no bias"),
+        ("norm: {kind: rms, bias: true}", "kind rms has no bias"),
     ],
 )
 def test_what_does_not_fit_is_an_error(text: str, message: str):

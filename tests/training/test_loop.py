@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from normstream import DecoderLM, initialize
 from normstream.data import Data, Loader
+from normstream.optim import ScheduleConfig
 from normstream.training import (
     TrainConfig,
     config_from_yaml,
@@ -154,7 +155,8 @@ def test_nan_stops_the_run_and_is_recorded(config: Make, data: Data, tmp_path: P
 
 
 def test_loss_above_a_guess_is_divergence(config: Make, data: Data, tmp_path: Path):
-    result = train(config(lr=3.0, steps=40, kind="constant", placement="pre"), tmp_path / "run", data=data)
+    constant = ScheduleConfig("constant")
+    result = train(config(lr=3.0, steps=40, schedule=constant, placement="pre"), tmp_path / "run", data=data)
     assert result.train_loss is not None
     assert result.train_loss > math.log(257)
     assert result.diverged

@@ -98,7 +98,8 @@ def test_probe_measures_the_streams_and_gradients_of_the_real_pass(config: Make,
     batch = Loader(data.train, 4, seed=0).batch(0)
     reference = DecoderLM(c.model)
     initialize(reference, seed=0)
-    context = reference._context(batch.inputs_BT, batch.documents_BT, batch.positions_BT, None)
+    positions = torch.arange(batch.inputs_BT.shape[1])[None] if batch.positions_BT is None else batch.positions_BT
+    context = reference._contexts(positions, batch.documents_BT, batch.inputs_BT.shape[1], None)[False]
     state, z = reference.before_layers((), reference.tok_embeddings(batch.inputs_BT))
     states = [state]
     for layer in reference.layers:

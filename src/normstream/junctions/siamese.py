@@ -5,6 +5,9 @@
     read (hybrid-pre, before attention)   z = c1 * x + N_y(y)
 
 Both streams receive the same update o of one shared sublayer. c grows with depth; it scales the update of x only.
+
+The paper also tries other pairs of streams. A stream is Post-Norm-like if its join norms it, Pre-Norm-like if its read
+does; hence each of the two norms can be on each of the two streams.
 """
 
 import torch
@@ -14,29 +17,29 @@ from normstream.junctions.junction import Drop, Join, Read, State, add
 
 
 class SiameseStart(nn.Module):
-    """``x = N_x(e), y = e`` for the embedding e; without ``norm_x`` both streams start raw.
+    """``x = N_x(e), y = e`` for the embedding e; each stream starts raw where it has no norm.
 
     >>> x, y = SiameseStart(None)((), torch.ones(1))
     >>> bool(x == y)
     True
     """
 
-    def __init__(self, norm_x: nn.Module | None) -> None:
+    def __init__(self, norm_x: nn.Module | None, norm_y: nn.Module | None = None) -> None:
         super().__init__()
-        self.norm_x = norm_x
+        self.norm_x, self.norm_y = norm_x, norm_y
 
     def forward(self, state: State, embedding: Tensor) -> State:
-        x = embedding if self.norm_x is None else self.norm_x(embedding)
-        return x, embedding
+        return normed(self.norm_x, embedding), normed(self.norm_y, embedding)
 
 
 class SiameseJoin(Join):
-    """``x <- N_x(x + o / c), y <- y + o``; without ``norm_x`` the sum x + o / c stays as it is.
+    """``x <- N_x(x + o / c), y <- y + o``; where a stream has no norm here, the sum stays as it is.
 
     Args:
         norm_x: norm of the x stream, or None (hybrid-pre after its feed-forward).
         scale: 1 / c, a Python float.
         drop: dropout and drop-path of the update; one draw serves both streams.
+        norm_y: norm of the y stream, as a rule None.
 
     Source: arXiv 2602.08064, Algorithm 1; Qwen-Applications/SiameseNorm:deit-model-siamesenorm.py.
 
@@ -45,9 +48,9 @@ class SiameseJoin(Join):
     [[[0.5]], [[1.0]]]
     """
 
-    def __init__(self, norm_x: nn.Module | None, scale: float, drop: Drop) -> None:
+    def __init__(self, norm_x: nn.Module | None, scale: float, drop: Drop, norm_y: nn.Module | None = None) -> None:
         super().__init__(drop)
-        self.norm_x, self.scale = norm_x, scale
+        self.norm_x, self.norm_y, self.scale = norm_x, norm_y, scale
 
     def contributions(self, update: Tensor) -> State:
         o = self.drop(update)
@@ -56,8 +59,7 @@ class SiameseJoin(Join):
     def forward(self, state: State, update: Tensor) -> State:
         x, y = state
         o_x, o_y = self.contributions(update)
-        x, y = add(x, o_x), add(y, o_y)
-        return (x if self.norm_x is None else self.norm_x(x)), y
+        return normed(self.norm_x, add(x, o_x)), normed(self.norm_y, add(y, o_y))
 
     def extra_repr(self) -> str:
         return f"scale={self.scale:.6g}"
@@ -66,19 +68,24 @@ class SiameseJoin(Join):
 class SiameseRead(Read):
     """``z = N_in(x + N_y(y))``; without ``norm_in`` it is ``z = x + N_y(y)``, the paper's Algorithm 1 and read-out.
 
+    Args:
+        norm_y: norm of the y stream, or None where its join has normed it.
+        norm_in: norm of the sum, or None.
+        norm_x: norm of the x stream, as a rule None.
+
     >>> read = SiameseRead(norm_y=nn.Identity(), norm_in=None)
     >>> read((torch.ones(1), torch.ones(1)))[1]
     tensor([2.])
     """
 
-    def __init__(self, norm_y: nn.Module, norm_in: nn.Module | None) -> None:
+    def __init__(self, norm_y: nn.Module | None, norm_in: nn.Module | None, norm_x: nn.Module | None = None) -> None:
         super().__init__()
-        self.norm_y, self.norm_in = norm_y, norm_in
+        self.norm_x, self.norm_y, self.norm_in = norm_x, norm_y, norm_in
 
     def forward(self, state: State) -> tuple[State, Tensor]:
         x, y = state
-        z = x + self.norm_y(y)
-        return state, (z if self.norm_in is None else self.norm_in(z))
+        z = normed(self.norm_x, x) + normed(self.norm_y, y)
+        return state, normed(self.norm_in, z)
 
 
 class HybridPreRead(Read):
@@ -104,3 +111,8 @@ class HybridPreRead(Read):
     def forward(self, state: State) -> tuple[State, Tensor]:
         x, y = state
         return state, (self.c1 * x).to(x.dtype) + self.norm_y(y)
+
+
+def normed(norm: nn.Module | None, stream: Tensor) -> Tensor:
+    """The stream after its norm, if it has one."""
+    return stream if norm is None else norm(stream)

@@ -75,26 +75,46 @@ def table(summary: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
+def largest_stable_rate(rows: list[dict[str, Any]]) -> float | None:
+    """The largest rate tried at which, and at every smaller one, no seed diverged or collapsed.
+
+    What diverged and collapsed mean is defined in ``normstream.training.divergence``.
+
+    >>> rows = [{"lr": lr, "n_diverged": 0, "n_collapsed": int(lr == 0.01)} for lr in (0.1, 0.001, 0.01)]
+    >>> largest_stable_rate(rows)
+    0.001
+    """
+    stable = None
+    for row in sorted(rows, key=lambda row: row["lr"]):
+        if row["n_diverged"] or row["n_collapsed"]:
+            break
+        stable = row["lr"]
+    return stable
+
+
 def markdown_table(summary: dict[str, Any]) -> str:
     """The final validation losses, a row for each placement and a column for each learning rate, as Markdown.
 
     A cell is the mean over seeds and, after the sign, the standard deviation; a placement that diverged or collapsed
-    says in how many seeds.
+    says in how many seeds. The last column is ``largest_stable_rate``.
 
     >>> run = {"placement": "pre", "lr": 0.01, "seed": 0, "status": "finished", "diverged": False, "collapsed": True}
     >>> run |= {"parameters": 1} | dict.fromkeys(NUMERIC, 2.0)
     >>> print(markdown_table({"lrs": [0.01], "runs": [run]}))
-    | placement | parameters | 0.01 |
-    |---|---|---|
-    | `pre` | 1 | 2.000, collapsed in 1 of 1 |
+    | placement | parameters | 0.01 | largest stable rate |
+    |---|---|---|---|
+    | `pre` | 1 | 2.000, collapsed in 1 of 1 | none |
     """
     rows = table(summary)
-    lines = ["| placement | parameters | " + " | ".join(f"{lr:g}" for lr in summary["lrs"]) + " |"]
-    lines.append("|---" * (2 + len(summary["lrs"])) + "|")
+    lines = ["| placement | parameters | " + " | ".join(f"{lr:g}" for lr in summary["lrs"])]
+    lines[0] += " | largest stable rate |"
+    lines.append("|---" * (3 + len(summary["lrs"])) + "|")
     for placement in dict.fromkeys(row["placement"] for row in rows):
         own = {row["lr"]: row for row in rows if row["placement"] == placement}
         cells = [_markdown_cell(own[lr]) if lr in own else "-" for lr in summary["lrs"]]
         parameters = next(iter(own.values()))["parameters"]
+        stable = largest_stable_rate(list(own.values()))
+        cells.append("none" if stable is None else f"{stable:g}")
         lines.append(f"| `{placement}` | {parameters:,} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

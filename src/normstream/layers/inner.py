@@ -11,9 +11,11 @@ from normstream.names import check_choice
 InnerNorm = Literal["none", "model", "rms", "layer", "l2"]
 """model: the norm that the model uses everywhere; rms, layer: that kind; l2: unit length, with a learned scale."""
 Statistics = Literal["head", "all_heads"]
-GainSharing = Literal["shared", "per_head", "none"]
+GainSharing = Literal["shared", "per_head", "number", "number_per_head", "none"]
+"""A vector for all heads, a vector for each, one number for all, one number for each, or nothing."""
 HeadScale = Literal["none", "before_output", "after_output"]
 Link = Literal["none", "scores", "depth"]
+Scales = Literal["none", "ngpt"]
 FromRecipe = Literal["placement"]
 
 
@@ -30,7 +32,7 @@ class Inner:
     qk_statistics: Literal[FromRecipe, Statistics] = "placement"
     """Whether a norm of queries or keys takes its statistics over each head or over all heads together."""
     qk_gain: Literal[FromRecipe, GainSharing] = "placement"
-    """Gain of that norm: one vector shared by all heads, one for each head, or none."""
+    """Gain of that norm: a vector shared by all heads, one per_head, a number, a number_per_head, or none."""
     qk_after_rope: Literal[FromRecipe, "yes", "no"] = "placement"
     """Whether queries and keys are normed after the rotation instead of before it."""
     v: Literal[FromRecipe, InnerNorm] = "placement"
@@ -45,6 +47,8 @@ class Inner:
     """Norm of the feed-forward's hidden vector, after the activation."""
     link: Literal[FromRecipe, Link] = "placement"
     """What attention takes from earlier layers: their scores (RealFormer) or their values by depth attention."""
+    scales: Literal[FromRecipe, Scales] = "placement"
+    """nGPT's learned factors: of the feed-forward's up and gate vectors, and the unit in which an l2 gain is kept."""
 
     def __post_init__(self) -> None:
         choices = {
@@ -58,6 +62,7 @@ class Inner:
             "head_scale": HeadScale,
             "hidden": InnerNorm,
             "link": Link,
+            "scales": Scales,
         }
         for name, choice in choices.items():
             check_choice(f"inner.{name}", getattr(self, name), Literal[FromRecipe, choice])
@@ -66,6 +71,13 @@ class Inner:
         """This choice, with the recipe's wherever it says ``placement``."""
         own = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != "placement"}
         return replace(recipe, **own)
+
+    def __str__(self) -> str:
+        """What differs from ``NOTHING_INNER``."""
+        names = [
+            f.name for f in fields(self) if getattr(self, f.name) not in (getattr(NOTHING_INNER, f.name), "placement")
+        ]
+        return ", ".join(f"{name}={getattr(self, name)}" for name in names)
 
 
 NOTHING_INNER = Inner(
@@ -79,5 +91,6 @@ NOTHING_INNER = Inner(
     head_scale="none",
     hidden="none",
     link="none",
+    scales="none",
 )
 """No norm, scale or link inside the sublayers; recipes say how they differ with ``replace(NOTHING_INNER, ...)``."""

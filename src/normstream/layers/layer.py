@@ -24,8 +24,8 @@ class Layer(nn.Module):
     ...     def forward(self, z, context):
     ...         return 2 * z
     >>> layer = Layer({"feed_forward": Double()}, [Junction(PreNormJoin(Drop()), PostNormRead())])
-    >>> x, table = torch.ones(1, 1, 1), torch.ones(1, 1, 1, 1)
-    >>> layer((x,), x, Context(rope=(table, table)))[1].item()
+    >>> x = torch.ones(1, 1, 1)
+    >>> layer((x,), x, Context())[1].item()
     3.0
     """
 

@@ -3,15 +3,22 @@
 Shape suffixes: B batch, T sequence, D width, V vocabulary.
 """
 
+import math
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from normstream import placements
-from normstream.junctions import Junction
-from normstream.layers import Attention, Context, FeedForward, KVCache, Layer
-from normstream.layers.context import attention_mask, rope_table
-from normstream.models.config import DecoderConfig
+from normstream.layers import Context, KVCache, Layer
+from normstream.layers.learned_scale import LearnedScale
+from normstream.layers.links import Links
+from normstream.layers.masks import alibi_mask, attention_mask
+from normstream.layers.positions import rope_table
+from normstream.layers.scores import soft_cap
+from normstream.models.config import SUBLAYERS, DecoderConfig
+from normstream.models.sublayers import block_sublayers
+from normstream.placements.placement import Stack
 
 
 class DecoderLM(nn.Module):
@@ -32,46 +39,35 @@ class DecoderLM(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         placement = placements.get(config.placement)
-        self.config, self.placement = config, placement
-        self.before_layers: Junction
-        self.before_layers, *rest = placement.junctions(
-            config.dim, config.n_layers, norm=config.norm, dropout=config.dropout, drop_path=config.drop_path
-        )
-        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
-        self.layers = nn.ModuleList(
-            Layer(
-                {"attention": self._attention(layer), "feed_forward": self._feed_forward()},
-                rest[2 * layer : 2 * layer + 2],
+        self.config, self.placement, self.stack = config, placement, Stack()
+        junctions = iter(
+            placement.junctions(
+                config.dim,
+                config.n_layers,
+                norm=config.norm,
+                dropout=config.dropout,
+                drop_path=config.drop_path,
+                stack=self.stack,
             )
-            for layer in range(config.n_layers)
         )
-        self.lm_head = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.before_layers = next(junctions)
+        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
+        learned = config.positions.kind == "learned"
+        self.pos_embeddings = nn.Embedding(config.max_seq_len, config.dim) if learned else None
+        self.layers = nn.ModuleList(
+            Layer(block_sublayers(config, layer), [next(junctions) for _ in kinds])
+            for layer, kinds in enumerate(placement.blocks(config.n_layers, SUBLAYERS))
+        )
+        self.lm_head = nn.Linear(config.dim, config.vocab_size, bias=config.head_bias)
+        self.logit_scale = (
+            LearnedScale(config.vocab_size, unit=math.sqrt(config.dim)) if placement.logit_scale else None
+        )
         self.tie()
 
     def tie(self) -> None:
         """Makes the head share the embedding matrix if the configuration says so; to repeat after ``to_empty``."""
         if self.config.tied:
             self.lm_head.weight = self.tok_embeddings.weight
-
-    def _attention(self, layer: int) -> Attention:
-        config = self.config
-        inner = config.inner.over(self.placement.at(layer).inner)
-        head_dim = config.resolved_head_dim
-        return Attention(
-            config.dim,
-            n_heads=config.n_heads,
-            n_kv_heads=config.resolved_kv_heads,
-            head_dim=head_dim,
-            layer=layer,
-            bias=config.bias,
-            q_norm=config.norm.build(head_dim) if inner.qk != "none" else None,
-            k_norm=config.norm.build(head_dim) if inner.qk != "none" else None,
-            v_norm=config.norm.build(head_dim) if inner.v != "none" else None,
-        )
-
-    def _feed_forward(self) -> FeedForward:
-        config = self.config
-        return FeedForward(config.dim, ffn_dim=config.resolved_ffn_dim, activation=config.activation, bias=config.bias)
 
     @property
     def streams(self) -> tuple[str, ...]:
@@ -91,14 +87,21 @@ class DecoderLM(nn.Module):
         Args:
             tokens_BT: token ids.
             documents_BT: document ids; a position attends only to its own document. None: one document a row.
-            positions_BT: rotary positions; None counts from the start of the row (or of the cache).
+            positions_BT: rotary or learned positions; None counts from the start of the row (or of the cache).
             cache: keys and values of the positions before these, appended to in place.
         """
-        context = self._context(tokens_BT, documents_BT, positions_BT, cache)
-        embedding = self.tok_embeddings(tokens_BT) * self.config.embedding_multiplier
+        n_cached = 0 if cache is None else cache.length
+        self._check(tokens_BT, documents_BT, cache)
+        if positions_BT is None:
+            positions_BT = torch.arange(n_cached, n_cached + tokens_BT.shape[1], device=tokens_BT.device)[None]
+        embedding = self.tok_embeddings(tokens_BT)
+        embedding = embedding * embedding.new_full((), self.config.embedding_multiplier)  # rounded first, as Gemma's is
+        if self.pos_embeddings is not None:
+            embedding = embedding + self.pos_embeddings(positions_BT)
+        contexts = self._contexts(positions_BT, documents_BT, tokens_BT.shape[1], cache)
         state, z_BTD = self.before_layers((), embedding)
-        for layer in self.layers:
-            state, z_BTD = layer(state, z_BTD, context)
+        for index, layer in enumerate(self.layers):
+            state, z_BTD = layer(state, z_BTD, contexts[self.config.is_windowed(index)])
         return z_BTD
 
     def forward(
@@ -110,23 +113,42 @@ class DecoderLM(nn.Module):
         cache: KVCache | None = None,
     ) -> Float[Tensor, "B T V"]:
         """Logits of the next token at each position; arguments as for ``hidden``."""
-        return self.lm_head(self.hidden(tokens_BT, documents_BT=documents_BT, positions_BT=positions_BT, cache=cache))
+        hidden_BTD = self.hidden(tokens_BT, documents_BT=documents_BT, positions_BT=positions_BT, cache=cache)
+        logits_BTV = self.lm_head(hidden_BTD)
+        if self.logit_scale is not None:
+            logits_BTV = self.logit_scale(logits_BTV)
+        if self.config.logit_multiplier != 1:
+            logits_BTV = logits_BTV * self.config.logit_multiplier
+        return logits_BTV if self.config.logit_cap is None else soft_cap(logits_BTV, self.config.logit_cap)
 
-    def _context(
-        self, tokens_BT: Tensor, documents_BT: Tensor | None, positions_BT: Tensor | None, cache: KVCache | None
-    ) -> Context:
+    def _check(self, tokens_BT: Tensor, documents_BT: Tensor | None, cache: KVCache | None) -> None:
         n_cached = 0 if cache is None else cache.length
-        n_queries, n_keys = tokens_BT.shape[1], n_cached + tokens_BT.shape[1]
+        n_keys = n_cached + tokens_BT.shape[1]
         if n_keys > self.config.max_seq_len:
             raise ValueError(f"sequence of {n_keys} tokens, but max_seq_len is {self.config.max_seq_len}")
         if n_cached and documents_BT is not None:
             raise ValueError("a KV cache holds one document a row; leave documents out")
-        if positions_BT is None:
-            positions_BT = torch.arange(n_cached, n_keys, device=tokens_BT.device)[None]
-        return Context(
-            rope=rope_table(
-                positions_BT, self.config.resolved_head_dim, self.config.rope_theta, self.tok_embeddings.weight.dtype
-            ),
-            mask=attention_mask(documents_BT, n_queries, n_keys, tokens_BT.device),
-            cache=cache,
-        )
+        if cache is not None and not self.config.causal:
+            raise ValueError("a KV cache is for causal models, but causal is false; leave the cache out")
+
+    def _contexts(
+        self, positions_PT: Tensor, documents_BT: Tensor | None, n_queries: int, cache: KVCache | None
+    ) -> dict[bool, Context]:
+        """What the sublayers of full (False) and of windowed layers (True) share in one forward pass."""
+        config, device, dtype = self.config, positions_PT.device, self.tok_embeddings.weight.dtype
+        positions = config.positions
+        rotated = config.latent.rope_head_dim if config.latent.kv_rank else positions.rotated(config.resolved_head_dim)
+        n_keys = n_queries + (0 if cache is None else cache.length)
+        links = Links(config.resolved_depth_stride)
+
+        def context(windowed: bool) -> Context:
+            theta = positions.theta_of(windowed)
+            rotates = positions.rotates(windowed)
+            rope = rope_table(positions_PT, rotated, theta, dtype, positions.pairing) if rotates else None
+            window = config.window if windowed else None
+            mask = attention_mask(documents_BT, n_queries, n_keys, device, causal=config.causal, window=window)
+            if positions.kind == "alibi":
+                mask = alibi_mask(mask, config.n_heads, n_queries, n_keys, device, dtype, causal=config.causal)
+            return Context(rope, mask, config.causal, cache, links)
+
+        return {windowed: context(windowed) for windowed in {config.is_windowed(i) for i in range(config.n_layers)}}

@@ -1,12 +1,15 @@
-"""Parameter groups by role, learning-rate schedules, gradient norms, AdamW."""
+"""Parameter groups by role, learning-rate schedules, gradient norms, optimizers, QK-Clip."""
 
-from normstream.optim.adamw import adamw as adamw
-from normstream.optim.adamw import warn_low_precision_gains as warn_low_precision_gains
 from normstream.optim.config import OptimizerConfig as OptimizerConfig
+from normstream.optim.config import QKClipConfig as QKClipConfig
 from normstream.optim.gradients import clip_gradients as clip_gradients
 from normstream.optim.gradients import global_grad_norm as global_grad_norm
 from normstream.optim.gradients import grad_norms as grad_norms
 from normstream.optim.gradients import grad_norms_by_role as grad_norms_by_role
+from normstream.optim.optimizers import MuonWithAdamW as MuonWithAdamW
+from normstream.optim.optimizers import build_optimizer as build_optimizer
+from normstream.optim.optimizers import warn_low_precision_gains as warn_low_precision_gains
+from normstream.optim.qk_clip import QKClip as QKClip
 from normstream.optim.roles import GroupRow as GroupRow
 from normstream.optim.roles import Role as Role
 from normstream.optim.roles import check_groups as check_groups

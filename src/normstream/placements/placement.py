@@ -52,11 +52,14 @@ class Slot:
     """Number of sublayers in all blocks."""
     following: str | None
     """Kind of the next sublayer, None after the last one."""
+    ends_block: bool
+    """Whether it is the last sublayer of its block."""
 
     @staticmethod
     def row(blocks: Sequence[Sequence[str]]) -> list["Slot"]:
         """The slots of a row of blocks, each given by the kinds of its sublayers."""
         kinds = [(layer, kind) for layer, block in enumerate(blocks) for kind in block]
+        following = [*kinds[1:], (None, None)]
         return [
             Slot(
                 kind=kind,
@@ -64,9 +67,10 @@ class Slot:
                 index=index,
                 n_layers=len(blocks),
                 n_sublayers=len(kinds),
-                following=kinds[index + 1][1] if index + 1 < len(kinds) else None,
+                following=next_kind,
+                ends_block=next_layer != layer,
             )
-            for index, (layer, kind) in enumerate(kinds)
+            for index, ((layer, kind), (next_layer, next_kind)) in enumerate(zip(kinds, following, strict=True))
         ]
 
 
@@ -132,6 +136,8 @@ class Placement:
     """Initialization that belongs to the recipe."""
     parallel: ClassVar[bool] = False
     """Whether a block's sublayers read one z side by side and add one summed update."""
+    logit_scale: ClassVar[bool] = False
+    """Whether each token's logit has a learned factor (nGPT)."""
     branch_norms: ClassVar[bool] = False
     """In a parallel block: whether each branch norms z with a norm of its own (GPT-NeoX)."""
 

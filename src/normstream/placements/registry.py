@@ -8,7 +8,7 @@ import functools
 import re
 from dataclasses import fields
 from importlib.metadata import entry_points
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from normstream.names import nearest
 from normstream.placements.mixed import Mixed, Part
@@ -106,12 +106,22 @@ def _get_one(spec: str) -> Placement:
 
 
 def _parse(text: str, hint: Any, what: str) -> Any:
-    choices = {"true": True, "false": False} if hint is bool else {choice: choice for choice in get_args(hint)}
-    if choices:
-        if text not in choices:
-            raise ValueError(f"{what} cannot be {text!r}; {nearest(text, choices)}")
-        return choices[text]
+    words, number = _words(hint), next((kind for kind in (hint, *get_args(hint)) if kind in (int, float)), None)
+    if text in words:
+        return words[text]
+    if number is None:
+        raise ValueError(f"{what} cannot be {text!r}; {nearest(text, words)}")
     try:
-        return hint(text)
+        return number(text)
     except ValueError:
-        raise ValueError(f"{what} must be a {hint.__name__}, got {text!r}") from None
+        expected = " or ".join((f"a {number.__name__}", *words))
+        raise ValueError(f"{what} must be {expected}, got {text!r}") from None
+
+
+def _words(hint: Any) -> dict[str, Any]:
+    """The words that an option can be: those of a Literal, also of one in a union with a number, or true and false."""
+    if hint is bool:
+        return {"true": True, "false": False}
+    if get_origin(hint) is Literal:
+        return {str(choice): choice for choice in get_args(hint)}
+    return {word: value for part in get_args(hint) for word, value in _words(part).items()}

@@ -1,4 +1,4 @@
-"""SiameseNorm in its two published wirings, post-pre and hybrid-pre."""
+"""SiameseNorm in its two published wirings, post-pre and hybrid-pre, and hybrid-pre beside Depth-Attention."""
 
 import math
 from dataclasses import dataclass, replace
@@ -13,6 +13,7 @@ from normstream.placements.registry import register
 
 DepthScale = Literal["code", "paper", "sublayer", "none"]
 ReadOut = Literal["code", "paper"]
+Pair = Literal["post-pre", "pre-pre", "post-post"]
 
 
 def depth_scale(kind: DepthScale, slot: Slot) -> float:
@@ -29,8 +30,8 @@ def depth_scale(kind: DepthScale, slot: Slot) -> float:
 
 
 @dataclass(frozen=True)
-class _Siamese(Placement):
-    """The options that both wirings share."""
+class Siamese(Placement):
+    """The options that all wirings share, and their defaults."""
 
     streams: ClassVar[tuple[str, ...]] = ("x", "y")
     paper: ClassVar[str] = "SiameseNorm, arXiv 2602.08064"
@@ -53,7 +54,7 @@ class _Siamese(Placement):
 
 @register
 @dataclass(frozen=True)
-class SiameseNorm(_Siamese):
+class SiameseNorm(Siamese):
     """SiameseNorm post-pre: a Post-Norm-like stream x and a Pre-Norm-like stream y share every sublayer.
 
         x ---+--------------------- + -> N_x --> x
@@ -65,7 +66,8 @@ class SiameseNorm(_Siamese):
         y ---+--------------------- + ---------> y
 
     The same junction stands N + 1 times, the first and the last included. ``siamese(depth_scale=paper,read_out=paper,
-    embedding_norm=false,input_norm=false)`` is the paper's Algorithm 1 with its depth scale.
+    embedding_norm=false,input_norm=false)`` is the paper's Algorithm 1 with its depth scale. With ``pair`` the streams
+    are of other kinds: a post stream is normed after each addition, a pre stream where it is read.
 
     >>> first, inner, last = SiameseNorm().junctions(dim=4, n_layers=1, sublayers=("attention", "feed_forward"))
     >>> round(inner.join.scale, 4)
@@ -81,20 +83,43 @@ class SiameseNorm(_Siamese):
         "the defaults are the code's"
     )
 
+    pair: Pair = "post-pre"
+    """Kinds of the streams x and y."""
+
+    def first(self, build: Build) -> nn.Module:
+        norms = self._norms(build, "post") if self.embedding_norm else (None, None)
+        return SiameseStart(*norms)
+
     def read(self, slot: Slot, build: Build) -> Read:
-        return SiameseRead(build.norm(), build.input_norm() if self.input_norm else None)
+        return self._read(build, self.input_norm)
 
     def join(self, slot: Slot, build: Build) -> Join:
-        return SiameseJoin(build.norm(), depth_scale(self.depth_scale, slot), build.drop(slot))
+        norm_x, norm_y = self._norms(build, "post")
+        return SiameseJoin(norm_x, depth_scale(self.depth_scale, slot), build.drop(slot), norm_y)
+
+    def last_read(self, build: Build) -> Read:
+        return self._read(build, self.read_out == "code")
+
+    def _read(self, build: Build, input_norm: bool) -> Read:
+        norm_x, norm_y = self._norms(build, "pre")
+        return SiameseRead(norm_y, build.input_norm() if input_norm else None, norm_x)
+
+    def _norms(self, build: Build, kind: str) -> tuple[nn.Module | None, nn.Module | None]:
+        """A norm for each stream of that kind."""
+        x, y = self.pair.split("-")
+        return build.norm() if x == kind else None, build.norm() if y == kind else None
 
 
 @register
 @dataclass(frozen=True)
-class SiameseNormHybridPre(_Siamese):
+class SiameseNormHybridPre(Siamese):
     """SiameseNorm hybrid-pre, the wiring of the paper's language models.
 
     Attention reads z = c1 * x + N_y(y) without an input norm (per-head norms on Q, K and V take its place) and leaves
     x normed for the feed-forward, which reads z = N_in(x + N_y(y)) and leaves x as a raw sum.
+
+    With ``first_block=pre`` the first block is as in HybridNorm*: attention reads z = N(x) + N_y(y), without c1, the
+    feed-forward z = N_in(N_ff(x) + N_y(y)), and x stays a raw sum throughout.
 
     >>> row = SiameseNormHybridPre().junctions(dim=4, n_layers=2)
     >>> [junction.join.norm_x is not None for junction in row]
@@ -115,12 +140,46 @@ class SiameseNormHybridPre(_Siamese):
     init: ClassVar[InitScheme] = "megatron_full"
 
     embedding_norm: bool = False
+    first_block: Literal["plain", "pre"] = "plain"
+    """Wiring of the first block: plain, as all others; pre, with norms on x where it is read, as in HybridNorm*."""
+
+    def _is_pre(self, slot: Slot) -> bool:
+        return self.first_block == "pre" and slot.layer == 0
 
     def read(self, slot: Slot, build: Build) -> Read:
+        norm_y = build.norm()
+        norm_x = build.norm() if self._is_pre(slot) else None
         if slot.kind == "attention":
-            return HybridPreRead(build.dim, build.norm())
-        return SiameseRead(build.norm(), build.input_norm() if self.input_norm else None)
+            return HybridPreRead(build.dim, norm_y) if norm_x is None else SiameseRead(norm_y, None, norm_x)
+        return SiameseRead(norm_y, build.input_norm() if self.input_norm else None, norm_x)
 
     def join(self, slot: Slot, build: Build) -> Join:
-        norm_x = None if slot.following == "attention" else build.norm()
+        stays_raw = slot.following == "attention" or (self._is_pre(slot) and slot.following is not None)
+        norm_x = None if stays_raw else build.norm()
         return SiameseJoin(norm_x, depth_scale(self.depth_scale, slot), build.drop(slot))
+
+
+@register
+@dataclass(frozen=True)
+class SiameseDepthAttention(SiameseNormHybridPre):
+    """SiameseNorm hybrid-pre beside Depth-Attention, as ported to OLMo 3 by InternLM's archspace.
+
+    The junctions are hybrid-pre's. Attention mixes into its values those of earlier layers at the same position;
+    queries and keys are normed over the whole projection, as in OLMo 3, and values are not.
+
+    >>> SiameseDepthAttention.inner.link, SiameseDepthAttention.inner.qk_statistics, SiameseDepthAttention.inner.v
+    ('depth', 'all_heads', 'none')
+    """
+
+    name: ClassVar[str] = "siamese_depth_attention"
+    title: ClassVar[str] = "SiameseNorm (hybrid-pre) with Depth-Attention"
+    paper: ClassVar[str] = "SiameseNorm, arXiv 2602.08064; InternLM/archspace#19"
+    code: ClassVar[str] = "franksfc/archspace:Megatron-LM/src/modeling/olmo3_siamese_depth.py"
+    differs: ClassVar[str] = (
+        "against the released hybrid-pre: no norm on the values, Q and K normed over all heads together, each with a "
+        "full-width gain, and matrices that start without depth scaling, which the port cuts at 3 standard deviations"
+    )
+    inner: ClassVar[Inner] = replace(
+        NOTHING_INNER, qk="model", qk_statistics="all_heads", qk_gain="per_head", link="depth"
+    )
+    init: ClassVar[InitScheme] = "plain"

@@ -22,3 +22,5 @@ from normstream.training.run_folder import RunFolder as RunFolder
 from normstream.training.run_folder import RunResult as RunResult
 from normstream.training.run_folder import environment as environment
 from normstream.training.signals import Interrupted as Interrupted
+from normstream.training.spikes import spike_score as spike_score
+from normstream.training.spikes import stability_score as stability_score

@@ -84,7 +84,10 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 
 
 def load_optimizer_tensors(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
-    """The inverse of ``optimizer_tensors``."""
+    """The inverse of ``optimizer_tensors``.
+
+    Where an optimizer counts its steps on the host, its counters stay there.
+    """
     by_name: dict[str, dict[str, Tensor]] = {}
     for path, value in tensors.items():
         key, name = path.split("/", 1)
@@ -92,7 +95,10 @@ def load_optimizer_tensors(optimizer: torch.optim.Optimizer, tensors: Mapping[st
     for group in optimizer.param_groups:
         for name, parameter in zip(group["param_names"], group["params"], strict=True):
             if name in by_name:
-                optimizer.state[parameter] = {key: t.to(parameter.device) for key, t in by_name[name].items()}
+                host = () if group.get("fused") else ("step",)
+                optimizer.state[parameter] = {
+                    key: value if key in host else value.to(parameter.device) for key, value in by_name[name].items()
+                }
 
 
 def save_checkpoint(

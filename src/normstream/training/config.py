@@ -1,5 +1,6 @@
 """Everything that determines a training run."""
 
+import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -9,6 +10,7 @@ import torch
 from normstream.data import Data, DataConfig
 from normstream.models import DecoderConfig
 from normstream.optim import OptimizerConfig, ScheduleConfig
+from normstream.optim.qk_clip import QK_NORM
 
 Precision = Literal["fp32", "bf16", "fp16"]
 _COUNTS = (
@@ -32,7 +34,7 @@ class TrainConfig:
     data: DataConfig = field(default_factory=DataConfig)
     """The text and how it is cut."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    """AdamW."""
+    """Which one, and its options."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     """Learning rate over the steps."""
     steps: int = 300
@@ -43,6 +45,8 @@ class TrainConfig:
     """Micro-batches that the sequences of one update are cut into; the update stays the same."""
     clip: float | None = 1.0
     """Largest global gradient norm; None does not clip."""
+    z_loss: float = 0.0
+    """Coefficient of mean(log^2 Z), added to the training loss (PaLM 1e-4, OLMo 2 1e-5); evaluations leave it out."""
     precision: Precision = "fp32"
     """fp32, or autocast to bf16 or to fp16 with dynamic loss scaling; parameters are float32 always."""
     seed: int = 0
@@ -78,12 +82,23 @@ class TrainConfig:
             )
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"clip must be above 0, or None, got {self.clip}")
+        if not 0 <= self.z_loss < math.inf:
+            raise ValueError(f"z_loss must be at least 0, got {self.z_loss}")
         if self.schedule.warmup > self.steps:
             raise ValueError(f"schedule.warmup {self.schedule.warmup} is longer than the run of {self.steps} steps")
         if self.data.seq_len > self.model.max_seq_len:
             raise ValueError(
                 f"data.seq_len {self.data.seq_len} is above model.max_seq_len {self.model.max_seq_len}; change one"
             )
+        if not self.model.causal:
+            raise ValueError(
+                "a language model must be causal, but model.causal is false: each position would see the token that it "
+                "is to predict; set model.causal to true"
+            )
+        if self.optimizer.clip_threshold is not None:
+            normed = [layer for layer in range(self.model.n_layers) if self.model.inner_of(layer).qk != "none"]
+            if normed:
+                raise ValueError(QK_NORM.format(where=f"in layer {normed[0]}"))
 
 
 def resolve(config: TrainConfig, data: Data) -> TrainConfig:

@@ -41,7 +41,7 @@ def config_from_dict(values: Any, kind: type[T], where: str = "") -> T:
     >>> from normstream.norms import NormConfig
     >>> config_from_dict({"knd": "layer"}, NormConfig)
     Traceback (most recent call last):
-    ValueError: unknown key 'knd'; did you mean 'kind'? Known: kind, eps, gain, cast, bias
+    ValueError: unknown key 'knd'; did you mean 'kind'? Known: kind, eps, gain, gain_init, cast, bias, alpha, scope
     """
     if not isinstance(values, dict):
         raise ValueError(f"{where.rstrip('.') or 'the config'} must be a mapping of keys to values, got {values!r}")

@@ -32,11 +32,31 @@ def autocast(precision: Precision, device: torch.device) -> AbstractContextManag
     return nullcontext() if precision == "fp32" else torch.autocast(device.type, _AUTOCAST[precision])
 
 
-def loss_sum(model: DecoderLM, batch: Batch) -> Tensor:
-    """The sum of the cross-entropies of all targets that count (those that are not -100), in float32 or float64."""
+def logits_of(model: DecoderLM, batch: Batch) -> Tensor:
+    """The logits (B, T, V) of a batch, in float32 or float64."""
     logits_BTV = model(batch.inputs_BT, documents_BT=batch.documents_BT, positions_BT=batch.positions_BT)
-    high = torch.float64 if logits_BTV.dtype == torch.float64 else torch.float32
-    return F.cross_entropy(logits_BTV.flatten(0, 1).to(high), batch.targets_BT.flatten(), reduction="sum")
+    return logits_BTV.to(torch.float64 if logits_BTV.dtype == torch.float64 else torch.float32)
+
+
+def loss_sum(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+    """The sum of the cross-entropies of all targets that count (those that are not -100).
+
+    >>> loss_sum(torch.zeros(1, 2, 2), torch.tensor([[0, -100]]))
+    tensor(0.6931)
+    """
+    return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), reduction="sum")
+
+
+def z_loss_sum(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+    """The sum of ``log^2 Z`` with ``Z = sum_v exp(logit_v)`` over all targets that count; it keeps logits near 0.
+
+    Its gradient is ``2 log Z softmax(logits)``. Source: PaLM, arXiv 2204.02311, section 5; OLMo 2, arXiv 2501.00656.
+
+    >>> z_loss_sum(torch.zeros(1, 2, 2), torch.tensor([[0, -100]]))
+    tensor(0.4805)
+    """
+    log_z_BT = logits_BTV.logsumexp(-1)
+    return (log_z_BT.square() * (targets_BT >= 0)).sum()
 
 
 def count_targets(batch: Batch) -> int:
@@ -77,7 +97,8 @@ def mean_loss(model: DecoderLM, batches: Iterable[Batch], precision: Precision =
     try:
         with autocast(precision, device):
             for batch in batches:
-                sums.append(loss_sum(model, batch.to(device)))
+                batch = batch.to(device)
+                sums.append(loss_sum(logits_of(model, batch), batch.targets_BT))
                 targets += count_targets(batch)
     finally:
         model.train(was_training)

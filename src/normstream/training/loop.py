@@ -206,6 +206,8 @@ class Trainer:
             with LayerProbe(self.model) as probe:
                 update = self.updater(step, batch, probe)
             layers = probe.row(step)
+            if self.updater.qk_clip is not None:
+                layers["max_logit"] = self.updater.qk_clip.max_logits()
         else:
             update = self.updater(step, batch)
         seconds = time.perf_counter() - started
@@ -228,6 +230,8 @@ class Trainer:
             "tokens": step * batch_tokens,
             "tokens_per_second": round(batch_tokens / seconds, 1),
         }
+        extra = {name: getattr(update, name) for name in ("z_loss", "max_logit", "clipped_heads")}
+        row |= {name: value for name, value in extra.items() if value is not None}
         if self.updater.scaler.is_enabled():
             row |= {"loss_scale": self.updater.scaler.get_scale(), "skipped": self.progress.skipped}
         return row

@@ -4,9 +4,10 @@
 kind         other keys
 ============ ====================================================================================================
 train        step (from 1, after that update), loss, lr, grad_norm (before clipping), tokens (seen so far),
-             tokens_per_second; with fp16 also loss_scale and skipped (updates skipped so far)
+             tokens_per_second; with a z-loss also z_loss; with QK-Clip also max_logit and clipped_heads; with fp16
+             also loss_scale and skipped (updates skipped so far)
 layers       step, grad_norm: {embedding, layers: [L], head or null}, rms: {stream: [L + 1]} before layer 0 and
-             after each layer
+             after each layer; with QK-Clip also max_logit: [L][H]
 eval         step, loss
 event        step, event, cause
 ============ ====================================================================================================

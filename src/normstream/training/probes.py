@@ -51,7 +51,7 @@ class LayerProbe:
         for border in (self.model.before_layers, *self.model.layers):
             squares: list[Tensor] = []
             self._squares.append(squares)
-            self._handles.append(border.register_forward_hook(_measure(squares)))
+            self._handles.append(border.register_forward_hook(_measure(squares, len(self.model.streams))))
         return self
 
     def __exit__(
@@ -76,11 +76,11 @@ class LayerProbe:
         return row
 
 
-def _measure(squares: list[Tensor]) -> Any:
-    """A forward hook that appends the mean square of each stream."""
+def _measure(squares: list[Tensor], n_streams: int) -> Any:
+    """A forward hook that appends the mean square of each stream; what travels behind the streams is left out."""
 
     def hook(module: nn.Module, inputs: Any, output: tuple[tuple[Tensor, ...], Tensor]) -> None:
         state, _ = output
-        squares.append(torch.stack([stream.detach().float().square().mean() for stream in state]))
+        squares.append(torch.stack([stream.detach().float().square().mean() for stream in state[:n_streams]]))
 
     return hook

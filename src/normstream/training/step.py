@@ -1,8 +1,9 @@
-"""One update: forward, backward, accumulation, scaling, norm, clipping, optimizer."""
+"""One update: forward, backward, accumulation, scaling, norm, clipping, optimizer, what follows it."""
 
 import hashlib
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from normstream.data import Batch
 from normstream.models import DecoderLM
-from normstream.optim import adamw, clip_gradients, global_grad_norm, learning_rate
+from normstream.optim import QKClip, build_optimizer, clip_gradients, global_grad_norm, learning_rate
 from normstream.training.config import TrainConfig
-from normstream.training.evaluate import autocast, count_targets, loss_sum
+from normstream.training.evaluate import autocast, count_targets, logits_of, loss_sum, z_loss_sum
 from normstream.training.probes import LayerProbe
 
 
@@ -23,13 +24,19 @@ class Update:
     """What one update reports."""
 
     loss: float
-    """Mean over the targets of all micro-batches, before the update."""
+    """Mean cross-entropy over the targets of all micro-batches, before the update."""
     grad_norm: float
     """True global norm, after accumulation and unscaling, before clipping."""
     lr: float
     """Learning rate."""
     applied: bool
     """False if the loss or the norm is not finite; parameters and optimizer state are then as before."""
+    z_loss: float | None = None
+    """What the z-loss adds to the loss, coefficient included; None if there is none."""
+    max_logit: float | None = None
+    """With QK-Clip, the largest attention logit of all heads, before the update."""
+    clipped_heads: int | None = None
+    """With QK-Clip, how many heads are above its threshold; an applied update clips them."""
 
 
 class Updater:
@@ -50,39 +57,59 @@ class Updater:
         self.model, self.config = model, config
         self.device = next(model.parameters()).device
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.optimizer = adamw(model, config.optimizer)
+        self.optimizer = build_optimizer(model, config.optimizer)
+        threshold = config.optimizer.clip_threshold
+        self.qk_clip = None if threshold is None else QKClip(model, threshold, config.optimizer.qk_clip)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.precision == "fp16")
         wrap_layers(model, compiled=config.compile, checkpointed=config.activation_checkpointing)
 
     def __call__(self, step: int, batch: Batch, probe: LayerProbe | None = None) -> Update:
         """Does update number ``step`` (from 1) with all sequences of one batch."""
         lr = learning_rate(self.config.schedule, self.config.optimizer.lr, step, self.config.steps)
-        total = self._accumulate(step, batch)
+        with nullcontext() if self.qk_clip is None else self.qk_clip.watching():
+            losses = self._accumulate(step, batch)
         self.scaler.unscale_(self.optimizer)
         norm = global_grad_norm(self.parameters)
         if probe is not None:
             probe.record_gradients()
 
         # The one place where the host waits for the device.
-        loss, grad_norm = torch.stack([total, norm]).tolist()
+        logits = [] if self.qk_clip is None else [self.qk_clip.largest(), self.qk_clip.n_over()]
+        loss, z_loss, grad_norm, *watched = torch.stack([*losses, norm, *logits]).tolist()
         applied = math.isfinite(loss) and math.isfinite(grad_norm)
         if applied:
             self._apply(lr, norm)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        return Update(loss, grad_norm, lr, applied)
+        max_logit, n_clipped = watched or (None, None)
+        return Update(
+            loss,
+            grad_norm,
+            lr,
+            applied,
+            z_loss=z_loss if self.config.z_loss > 0 else None,
+            max_logit=max_logit,
+            clipped_heads=None if n_clipped is None else int(n_clipped),
+        )
 
-    def _accumulate(self, step: int, batch: Batch) -> Tensor:
-        """Adds up the gradients of all micro-batches; returns the loss."""
+    def _accumulate(self, step: int, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Adds up the gradients of all micro-batches; returns the cross-entropy and the z-loss."""
         n_targets = max(1, count_targets(batch))
         total = torch.zeros((), device=self.device)
+        z_total = torch.zeros((), device=self.device)
         for number, micro in enumerate(split(batch, self.config.grad_accumulation)):
             torch.manual_seed(dropout_seed(self.config.seed, step, number))
+            micro = micro.to(self.device)
             with autocast(self.config.precision, self.device):
-                loss = loss_sum(self.model, micro.to(self.device)) / n_targets
+                logits_BTV = logits_of(self.model, micro)
+                loss = loss_sum(logits_BTV, micro.targets_BT) / n_targets
+                total += loss.detach()
+                if self.config.z_loss > 0:
+                    z_loss = self.config.z_loss * z_loss_sum(logits_BTV, micro.targets_BT) / n_targets
+                    z_total += z_loss.detach()
+                    loss = loss + z_loss
             self.scaler.scale(loss).backward()
-            total += loss.detach()
-        return total
+        return total, z_total
 
     def _apply(self, lr: float, norm: Tensor) -> None:
         for group in self.optimizer.param_groups:
@@ -90,6 +117,9 @@ class Updater:
         if self.config.clip is not None:
             clip_gradients(self.parameters, norm, self.config.clip)
         self.scaler.step(self.optimizer)
+        if self.qk_clip is not None:
+            self.qk_clip.clip()
+        self.model.placement.after_step(self.model)
 
 
 def split(batch: Batch, parts: int) -> Iterator[Batch]:

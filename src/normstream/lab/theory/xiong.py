@@ -1,0 +1,123 @@
+"""The simplified Transformer in which Xiong et al. 2020 (arXiv 2002.04745, section 3.3) prove their statements.
+
+Attention has W_Q = W_K = 0, so it is the plain mean over the n positions of the sequence times W_V, without W_O. The
+feed-forward is W_2 ReLU(W_1 z). Matrices are Gaussian Xavier, N(0, 2 / (n_in + n_out)), biases 0, norms are LayerNorms
+with gain 1 and eps 0, inputs are i.i.d. N(0, 1). Norms *inside* sublayers that a recipe brings are left out.
+
+Shape suffixes: B batch, T sequence, D width.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from normstream import placements
+from normstream.layers import Context, FeedForward, Layer, Parallel
+from normstream.norms import NormConfig
+from normstream.placements import Placement
+
+EXACT_LAYER_NORM = NormConfig(kind="layer", eps=0.0, bias=True)
+
+
+class MeanAttention(nn.Module):
+    """``o_t = W_V mean_s(z_s)``, attention with zero queries and keys; with ``w_o`` it is ``W_O W_V mean_s(z_s)``.
+
+    >>> attention = MeanAttention(1, output_matrix=False)
+    >>> _ = nn.init.ones_(attention.w_v.weight)
+    >>> attention(torch.tensor([[[1.0], [3.0]]])).flatten().tolist()
+    [2.0, 2.0]
+    """
+
+    def __init__(self, dim: int, *, output_matrix: bool) -> None:
+        super().__init__()
+        self.w_v = nn.Linear(dim, dim, bias=False)
+        self.w_o = nn.Linear(dim, dim, bias=False) if output_matrix else None
+
+    def forward(self, z_BTD: Tensor, context: object = None) -> Tensor:
+        mean_B1D = self.w_v(z_BTD.mean(1, keepdim=True))
+        return (mean_B1D if self.w_o is None else self.w_o(mean_B1D)).expand_as(z_BTD)
+
+
+class SimplifiedModel(nn.Module):
+    """The paper's sublayers between the junctions of any placement; its modules are named as a ``DecoderLM``'s.
+
+    ``hidden`` maps inputs ``(B, T, D)`` to the final hidden vectors; the head has one class a dimension.
+
+    Args:
+        placement: name as for ``placements.get``.
+        dim: width d.
+        n_layers: number L of blocks.
+        ffn_dim: hidden width of the feed-forward.
+        output_matrix: whether attention has a W_O, as DeepNet's analysis assumes (arXiv 2203.00555).
+
+    >>> model = SimplifiedModel("pre", dim=8, n_layers=2, ffn_dim=8)
+    >>> model.hidden(torch.randn(1, 3, 8)).shape
+    torch.Size([1, 3, 8])
+    """
+
+    def __init__(
+        self, placement: str, *, dim: int, n_layers: int, ffn_dim: int, output_matrix: bool = False
+    ) -> None:
+        super().__init__()
+        self.placement = placements.get(placement)
+        self.tok_embeddings = nn.Identity()
+        self.before_layers, *rest = self.placement.junctions(dim, n_layers, norm=EXACT_LAYER_NORM)
+        self.layers = nn.ModuleList()
+        for layer, kinds in enumerate(self.placement.blocks(n_layers, ("attention", "feed_forward"))):
+            branches: dict[str, nn.Module] = {
+                "attention": MeanAttention(dim, output_matrix=output_matrix),
+                "feed_forward": FeedForward(dim, ffn_dim=ffn_dim, activation="relu"),
+            }
+            if kinds == ("parallel",):
+                has_norms = self.placement.at(layer).branch_norms
+                norms = {kind: EXACT_LAYER_NORM.build(dim) for kind in branches} if has_norms else {}
+                branches = {"parallel": Parallel(branches, norms)}
+            self.layers.append(Layer(branches, rest[: len(kinds)]))
+            rest = rest[len(kinds) :]
+        self.lm_head = nn.Linear(dim, dim, bias=False)
+
+    def hidden(self, inputs_BTD: Tensor) -> Tensor:
+        """The final hidden vector of each position."""
+        state, z_BTD = self.before_layers((), self.tok_embeddings(inputs_BTD))
+        for layer in self.layers:
+            state, z_BTD = layer(state, z_BTD, Context())
+        return z_BTD
+
+
+@torch.no_grad()
+def draw(model: SimplifiedModel, seed: int) -> None:
+    """Sets every parameter: sublayers alike for every placement but DeepNorm, whose matrices are beta times smaller.
+
+    >>> model = SimplifiedModel("pre", dim=64, n_layers=1, ffn_dim=64)
+    >>> draw(model, seed=0)
+    >>> round(model.lm_head.weight.var().item() * 64, 1)
+    1.0
+    """
+    generator = torch.Generator().manual_seed(seed)
+    n_layers = len(model.layers)
+    _draw(model.lm_head, 1.0, generator)
+    for index, layer in enumerate(model.layers):
+        gain = branch_gain(model.placement.at(index), n_layers)
+        for module in layer.modules():
+            if isinstance(module, MeanAttention | FeedForward):
+                for matrix in module.children():
+                    _draw(matrix, gain, generator)
+    for module in model.modules():
+        if not isinstance(module, nn.Linear) and callable(reset := getattr(module, "reset_parameters", None)):
+            reset()
+
+
+def branch_gain(placement: Placement, n_layers: int) -> float:
+    """DeepNorm's beta = (8 L)^(-1/4) for a recipe that initializes so, 1 for every other.
+
+    >>> branch_gain(placements.get("post"), 6)
+    1.0
+    """
+    return (8 * n_layers) ** -0.25 if placement.init == "deepnorm" else 1.0
+
+
+def _draw(matrix: nn.Module, gain: float, generator: torch.Generator) -> None:
+    if isinstance(matrix, nn.Linear):
+        std = gain * math.sqrt(2 / (matrix.in_features + matrix.out_features))
+        matrix.weight.normal_(0.0, std, generator=generator)

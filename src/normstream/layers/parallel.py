@@ -1,0 +1,51 @@
+"""A block whose sublayers run side by side.
+
+Shape suffixes: B batch, T sequence, D width.
+"""
+
+from collections.abc import Mapping
+
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from normstream.layers.context import Context
+
+
+class Parallel(nn.Module):
+    """``o = sum_i F_i(z)``, or ``o = sum_i F_i(N_i(z))`` where each branch has a norm of its own.
+
+    Args:
+        branches: modules by kind; each maps ``(z, context)`` to its update.
+        norms: the norm of each branch by kind; none by default.
+
+    Shape: ``(B, T, D)`` to ``(B, T, D)``.
+
+    Source: GPT-J (Wang and Komatsuzaki 2021) and Cohere with one norm, GPT-NeoX (Black et al. 2022, arXiv 2204.06745)
+    with two.
+
+    >>> import torch
+    >>> class Double(nn.Module):
+    ...     def forward(self, z, context):
+    ...         return 2 * z
+    >>> Parallel({"attention": Double(), "feed_forward": Double()})(torch.ones(1, 1, 1), Context()).item()
+    4.0
+    """
+
+    def __init__(self, branches: Mapping[str, nn.Module], norms: Mapping[str, nn.Module] | None = None) -> None:
+        super().__init__()
+        self.kinds = tuple(branches)
+        norms = norms or {}
+        for kind, branch in branches.items():
+            if kind in norms:
+                self.add_module(f"{kind}_norm", norms[kind])
+            self.add_module(kind, branch)
+        self.has_norms = bool(norms)
+
+    def forward(self, z_BTD: Float[Tensor, "B T D"], context: Context) -> Float[Tensor, "B T D"]:
+        update, *others = (getattr(self, kind)(self._input(kind, z_BTD), context) for kind in self.kinds)
+        for other in others:
+            update = update + other
+        return update
+
+    def _input(self, kind: str, z_BTD: Tensor) -> Tensor:
+        return getattr(self, f"{kind}_norm")(z_BTD) if self.has_norms else z_BTD

@@ -1,0 +1,88 @@
+"""DeepNorm: Post-Norm with a scaled residual and a smaller start, both set by depth."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from normstream.junctions import DeepNormJoin, Join
+from normstream.placements.placement import Build, InitScheme, Slot, Stack
+from normstream.placements.registry import register
+from normstream.placements.single_stream import PostNorm
+
+Constants = Literal["paper", "code"]
+
+
+def alpha(stack: Stack, n_layers: int) -> float:
+    """Factor of the residual, by the paper's table 1, for N encoder and M decoder blocks.
+
+    A stack by itself (2N)^(1/4), the encoder of two 0.81 (N^4 M)^(1/16), their decoder (3M)^(1/4). N and M come
+    from ``stack``, or are ``n_layers`` for a stack by itself.
+
+    >>> encoder, decoder = Stack("encoder", 6, 6), Stack("decoder", 6, 6)
+    >>> [round(alpha(stack, n), 3) for stack, n in ((Stack(), 24), (encoder, 6), (decoder, 6))]
+    [2.632, 1.418, 2.06]
+    """
+    match stack.role:
+        case "only":
+            return (2 * n_layers) ** (1 / 4)
+        case "encoder":
+            return 0.81 * (stack.n_encoder_layers**4 * stack.n_decoder_layers) ** (1 / 16)
+        case "decoder":
+            return (3 * stack.n_decoder_layers) ** (1 / 4)
+
+
+def beta(stack: Stack, n_layers: int, constants: Constants = "paper") -> float:
+    """Factor of the initial value, output and feed-forward matrices, for N encoder and M decoder blocks.
+
+    A stack by itself (8N)^(-1/4), the encoder of two 0.87 (N^4 M)^(-1/16), their decoder (12M)^(-1/4). The code has
+    1.15 in the place of 0.87: it divides by the number that it should multiply with.
+
+    Source: DeepNet, table 1; microsoft/torchscale:torchscale/architecture/encoder.py and decoder.py.
+
+    >>> encoder, decoder = Stack("encoder", 6, 6), Stack("decoder", 6, 6)
+    >>> [round(beta(stack, n), 4) for stack, n in ((Stack(), 24), (encoder, 6), (decoder, 6))]
+    [0.2686, 0.4973, 0.3433]
+    """
+    match stack.role:
+        case "only":
+            return (8 * n_layers) ** (-1 / 4)
+        case "encoder":
+            factor = 0.87 if constants == "paper" else 1.15
+            return factor * (stack.n_encoder_layers**4 * stack.n_decoder_layers) ** (-1 / 16)
+        case "decoder":
+            return (12 * stack.n_decoder_layers) ** (-1 / 4)
+
+
+@register
+@dataclass(frozen=True)
+class DeepNorm(PostNorm):
+    """DeepNorm: Post-Norm whose residual is multiplied by alpha > 1 and whose sublayers start beta < 1 times as large.
+
+        x ---+--- * alpha ---- + -> N ---> x
+             |                 ^
+             +----> F ---------+
+
+    >>> round(DeepNorm().junctions(dim=2, n_layers=8)[1].join.alpha, 4)
+    2.0
+    """
+
+    name: ClassVar[str] = "deepnorm"
+    title: ClassVar[str] = "DeepNorm"
+    equation: ClassVar[str] = "x <- N(alpha x + o);  z = x;  final: x;  alpha = (2N)^(1/4), beta = (8N)^(-1/4)"
+    paper: ClassVar[str] = "DeepNet, Wang et al. 2022, arXiv 2203.00555"
+    code: ClassVar[str] = "microsoft/torchscale:torchscale/architecture/encoder.py"
+    differs: ClassVar[str] = (
+        "paper: beta as the gain of a Xavier normal start, 0.87 (N^4 M)^(-1/16) for the encoder of two stacks, the "
+        "default; code: beta times torch's own start of a Linear, with 1.15 instead of 0.87, deepnorm(constants=code), "
+        "and its flag alone leaves a decoder Pre-Norm with residual factor alpha"
+    )
+
+    constants: Constants = "paper"
+    """Whose initialization: the paper's or the released code's. alpha is the same in both."""
+
+    @property
+    def init(self) -> InitScheme:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """deepnorm or deepnorm_code."""
+        return "deepnorm" if self.constants == "paper" else "deepnorm_code"
+
+    def join(self, slot: Slot, build: Build) -> Join:
+        return DeepNormJoin(build.norm(), alpha(build.stack, slot.n_layers), build.drop(slot))

@@ -1,0 +1,60 @@
+"""NormFormer: Pre-Norm with three cheap additions."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+from normstream.junctions import Join, OutputNormJoin, PreNormJoin, ResidualScaleJoin
+from normstream.layers.inner import NOTHING_INNER, Inner
+from normstream.placements.placement import Build, Slot
+from normstream.placements.registry import register
+from normstream.placements.single_stream import PreNorm
+
+
+@register
+@dataclass(frozen=True)
+class NormFormer(PreNorm):
+    """NormFormer: a factor for each head, a norm after attention, one in the feed-forward, a scaled residual.
+
+        x ---+----------------------- + ---+--- * lambda ------------------------ + ---> x
+             |                        ^    |                                      ^
+             +-> N -> heads * gamma   |    +-> N -> W_up -> f -> N -> W_down -----+
+                        -> W_o -> N --+
+
+    Cross-attention has none of them. The released recipe of the smallest model (125M) has the scaled residual, those of
+    the models above 1B have not; the default is for small models.
+
+    >>> row = NormFormer().junctions(dim=2, n_layers=1)
+    >>> [junction.join.__class__.__name__ for junction in row]
+    ['Start', 'OutputNormJoin', 'ResidualScaleJoin']
+    """
+
+    name: ClassVar[str] = "normformer"
+    title: ClassVar[str] = "NormFormer"
+    equation: ClassVar[str] = (
+        "z = N(x);  attention: x <- x + N_out(W_o(gamma_h head_h));  "
+        "feed-forward: x <- lambda * x + W_down N(f(W_up z));  final: N(x)"
+    )
+    paper: ClassVar[str] = "Shleifer, Weston and Ott 2021, arXiv 2110.09456"
+    code: ClassVar[str] = "facebookresearch/fairseq:fairseq/modules/transformer_layer.py"
+    differs: ClassVar[str] = (
+        "paper: the factors are on the heads, before the output matrix, the default; code: on slices of what the "
+        "output matrix gives, normformer(head_scale=code)"
+    )
+
+    head_scale: Literal["paper", "code"] = "paper"
+    """Where the heads' factors are: on the heads (paper), or on slices of the projected vector (code)."""
+    residual_scale: bool = True
+    """Whether the feed-forward's residual has a learned factor for each channel (ResScale)."""
+
+    @property
+    def inner(self) -> Inner:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The head scale and the norm of the hidden vector."""
+        where = "before_output" if self.head_scale == "paper" else "after_output"
+        return replace(NOTHING_INNER, head_scale=where, hidden="model")
+
+    def join(self, slot: Slot, build: Build) -> Join:
+        if slot.kind == "attention":
+            return OutputNormJoin(build.norm(), build.drop(slot))
+        if slot.kind == "feed_forward" and self.residual_scale:
+            return ResidualScaleJoin(build.dim, build.drop(slot))
+        return PreNormJoin(build.drop(slot))

@@ -1,0 +1,154 @@
+"""What has to hold for every placement, whatever its equations. A new one needs a line in NORM_PARAMETERS."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from normstream import placements
+from normstream.init import initialize
+from normstream.models import DecoderConfig, DecoderLM
+from normstream.norms import NormConfig
+
+NAMES = placements.names()
+CONFIG = DecoderConfig(vocab_size=20, dim=16, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=24, max_seq_len=12)
+D, L, H, G, K, F = 16, 2, 4, 2, 4, 24
+
+# Gains of norms with one vector each, counted by hand from the equations: D is the width, L the blocks, H and G the
+# query and key-value heads, K the width of a head, F that of the feed-forward.
+NORM_PARAMETERS = {
+    "pre": (2 * L + 1) * D,
+    "gpt2": (2 * L + 1) * D,
+    "bloom": (2 * L + 2) * D,
+    "post": 2 * L * D,
+    "realformer": 2 * L * D,
+    "deepnorm": 2 * L * D,
+    "layernorm_scaling": (2 * L + 1) * D,
+    "mix_ln": (2 * L + 1) * D,
+    "sandwich": (4 * L + 1) * D,
+    "peri": (4 * L + 2) * D,
+    "gemma2": (4 * L + 1) * D,
+    "gemma3": (4 * L + 1) * D + L * 2 * K,
+    "glm4": (4 * L + 1) * D,
+    "olmo2": (2 * L + 1) * D + L * (H * K + G * K),
+    "swin_v2": (2 * L + 1) * D,
+    "parallel": (L + 1) * D,
+    "hybridnorm": (L + 1) * D + L * 3 * K,
+    "hybridnorm_star": (L + 2) * D + L * 3 * K,
+    "normformer": (3 * L + 1) * D + L * F,
+    "sub_ln": (2 * L + 1) * D + L * (H * K + F),
+    "keel": (2 * L + 2 * L - 1 + 1) * D,
+    "residual": (2 * L + 1) * D,
+    "span_norm": (2 * L + 1) * D,
+    "geo_norm": (2 * L + 1) * D,
+    "ngpt": 0,
+    "hyper_connections": (2 * 2 * L + 1) * D,
+    "mhc": (2 * 2 * L + 1) * D,
+    "siamese": 3 * (2 * L + 1) * D,
+    "siamese_hybrid_pre": (4 * L + 3) * D + L * 3 * K,
+    "siamese_depth_attention": (4 * L + 3) * D + L * (H * K + G * K),
+    "siamese_hyper_connections": 3 * (2 * L + 1) * D + 2 * L * D,
+}
+
+# Parameters that a step of SGD leaves alone, and why.
+UNMOVED: dict[str, dict[str, str]] = {}
+
+
+def model_of(name: str, **changes) -> DecoderLM:
+    model = DecoderLM(replace(CONFIG, placement=name, **changes))
+    initialize(model, seed=0)
+    return model
+
+
+def randomize(model: nn.Module) -> None:
+    """Every parameter, gains and mixing weights included, away from values that hide something."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter += (0.2 * noise).to(parameter.dtype)
+
+
+def tokens(batch: int = 2, length: int = 8) -> Tensor:
+    return torch.randint(CONFIG.vocab_size, (batch, length), generator=torch.Generator().manual_seed(2))
+
+
+def is_norm(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("normstream.norms")
+
+
+def test_every_placement_has_a_count():
+    assert set(NORM_PARAMETERS) == set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_norm_parameters_on_meta(name):
+    with torch.device("meta"):
+        model = DecoderLM(replace(CONFIG, placement=name))
+    gains = [p for m in model.modules() if is_norm(m) for p in m.parameters(recurse=False)]
+    assert all(p.is_meta for p in gains)
+    assert sum(p.numel() for p in gains) == NORM_PARAMETERS[name]
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+@pytest.mark.parametrize("name", NAMES)
+def test_junctions_gradcheck(name, kind):
+    """Analytic against numeric derivatives of the whole row of a block, sublayers replaced by a fixed smooth map."""
+    norm = NormConfig(kind=kind, eps=1e-3, bias=kind == "layer")
+    row = nn.ModuleList(placements.get(name).junctions(dim=5, n_layers=2, norm=norm)).double()
+    randomize(row)
+    parameters = list(row.parameters())
+
+    def run(embedding: Tensor, *_: Tensor) -> Tensor:
+        state, z = row[0]((), embedding)
+        for number, junction in enumerate(row[1:]):
+            state, z = junction(state, torch.sin(z + number))
+        return z
+
+    embedding = torch.randn(1, 2, 5, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(run, (embedding, *parameters), fast_mode=True, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_step_of_sgd_moves_every_parameter(name):
+    model = model_of(name).double()
+    randomize(model)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(tokens()).logsumexp(-1).square().mean().backward()
+    optimizer.step()
+    stuck = {n for n, p in model.named_parameters() if torch.equal(p, before[n])}
+    assert stuck == set(UNMOVED.get(name, {})), stuck
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bfloat16_logits_are_within_two_percent(name):
+    config = replace(CONFIG, placement=name, dim=64, n_layers=4, ffn_dim=96, vocab_size=64)
+    model = DecoderLM(config).eval()
+    initialize(model, seed=0)
+    with torch.no_grad():
+        exact = model(tokens())
+        with torch.autocast("cpu", torch.bfloat16):
+            rough = model(tokens())
+    error = (rough.float() - exact).square().mean().sqrt() / exact.square().mean().sqrt()
+    assert error < 0.02, error.item()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_meta_then_to_empty_starts_with_the_same_values(name):
+    with torch.device("meta"):
+        model = DecoderLM(replace(CONFIG, placement=name))
+    model.to_empty(device="cpu")
+    initialize(model, seed=0)
+    torch.testing.assert_close(model(tokens()), model_of(name)(tokens()), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_shorter_prefix_gives_the_same_logits(name):
+    """No placement may leak from later positions to earlier ones."""
+    model = model_of(name).double().eval()
+    randomize(model)
+    with torch.no_grad():
+        whole, prefix = model(tokens()), model(tokens()[:, :5])
+    torch.testing.assert_close(prefix, whole[:, :5], rtol=1e-10, atol=1e-12)

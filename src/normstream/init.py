@@ -20,7 +20,7 @@ counted from 1, X = sqrt(2 / (in + out)) Xavier's, T = sqrt(1 / (3 in)) that of 
 functions of the depth in ``placements.deepnorm`` and ``placements.sub_ln``, beta' the released code's; gamma is 1 in
 cross-attention. cut is a normal distribution cut at 3 std; uniform concerns the matrices of the sublayers and
 then their biases too. All other biases start at 0, norms at their ``gain_init``; learned positions start as the
-embedding, under gpt2 at half its std. ngpt scales every row to length 1 afterwards.
+embedding, under gpt2 at half its std. The placement nGPT then norms every matrix, which leaves only its direction.
 
 in and out are the sizes of a *logical* matrix: keys and values that share one weight (latent attention) are drawn
 apart, and with grouped queries out is the number of rows that there are.
@@ -32,25 +32,26 @@ sharded over processes gets the values that it would have had on one CPU.
 Sources: docs/initialization.md.
 """
 
+import copy
 import hashlib
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import partial
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
-from normstream.layers import LatentAttention, Layer
+from normstream.layers import LatentAttention
 from normstream.models import DecoderLM
-from normstream.placements import InitScheme, Stack
+from normstream.placements import InitScheme, Placement, Stack
 from normstream.placements.deepnorm import beta
 from normstream.placements.sub_ln import gamma
 
-Role = Literal["embedding", "positions", "head", "query_key", "value", "output", "ffn_in", "ffn_out"]
+Role = Literal["vocabulary", "positions", "query_key", "value", "output", "ffn_in"]
 Draw = Literal["normal", "cut", "uniform"]
+Matrices = nn.Linear | nn.Embedding
+Part = tuple[Role, Tensor]
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Matrix:
     """
 
     role: Role
-    """What it does; query_key stands for any other matrix too."""
+    """vocabulary: embedding or head; output: writes to the streams; query_key: those two and any other matrix."""
     fan_in: int
     """Number of inputs."""
     fan_out: int
@@ -75,7 +76,7 @@ class Matrix:
     """0-based block."""
     init_std: float = 0.02
     """The configuration's standard deviation."""
-    stack: Stack = Stack()
+    stack: Stack = field(default_factory=Stack)
     """Which stack of the model it is in."""
     cross: bool = False
     """Whether it belongs to cross-attention."""
@@ -139,31 +140,29 @@ Rule = Callable[[Matrix], float]
 class Scheme(NamedTuple):
     """One row of the table: the standard deviation of each role, and how values are drawn."""
 
-    embedding: Rule
+    vocabulary: Rule
     positions: Rule
-    head: Rule
     query_key: Rule
     value: Rule
     output: Rule
     ffn_in: Rule
-    ffn_out: Rule
     draw: Draw
 
 
 # fmt: off
 SCHEMES: dict[InitScheme, Scheme] = {
-    #                       embedding positions head q and k  value         output        ffn in        ffn out
-    "plain":         Scheme(std,   std,      std,   std,       std,          std,          std,          std,          "normal"),
-    "gpt2":          Scheme(std,   half_std, std,   std,       std,          std_depth,    std,          std_depth,    "normal"),
-    "megatron_full": Scheme(std,   std,      std,   std,       std,          std_depth,    std,          std_depth,    "cut"),
-    "mitchell":      Scheme(width, width,    width, width,     width,        fan_layer,    width,        fan_layer,    "cut"),
-    "xavier":        Scheme(width, width,    width, xavier,    xavier,       xavier,       xavier,       xavier,       "normal"),
-    "deepnorm":      Scheme(width, width,    width, xavier,    beta_xavier,  beta_xavier,  beta_xavier,  beta_xavier,  "normal"),
-    "deepnorm_code": Scheme(width, width,    width, torch_std, beta_torch,   beta_torch,   beta_torch,   beta_torch,   "uniform"),
-    "sub_ln":        Scheme(width, width,    width, xavier,    gamma_xavier, gamma_xavier, gamma_xavier, gamma_xavier, "normal"),
-    "sub_ln_code":   Scheme(width, width,    width, torch_std, gamma_torch,  gamma_torch,  gamma_torch,  gamma_torch,  "uniform"),
-    "ngpt":          Scheme(width, width,    width, width,     width,        width_depth,  width,        width_depth,  "normal"),
-}  # noqa: E501
+    #                       vocab. positions q and k    value         o, ffn out    ffn in        drawn
+    "plain":         Scheme(std,   std,      std,       std,          std,          std,          "normal"),
+    "gpt2":          Scheme(std,   half_std, std,       std,          std_depth,    std,          "normal"),
+    "megatron_full": Scheme(std,   std,      std,       std,          std_depth,    std,          "cut"),
+    "mitchell":      Scheme(width, width,    width,     width,        fan_layer,    width,        "cut"),
+    "xavier":        Scheme(width, width,    xavier,    xavier,       xavier,       xavier,       "normal"),
+    "deepnorm":      Scheme(width, width,    xavier,    beta_xavier,  beta_xavier,  beta_xavier,  "normal"),
+    "deepnorm_code": Scheme(width, width,    torch_std, beta_torch,   beta_torch,   beta_torch,   "uniform"),
+    "sub_ln":        Scheme(width, width,    xavier,    gamma_xavier, gamma_xavier, gamma_xavier, "normal"),
+    "sub_ln_code":   Scheme(width, width,    torch_std, gamma_torch,  gamma_torch,  gamma_torch,  "uniform"),
+    "ngpt":          Scheme(width, width,    width,     width,        width_depth,  width,        "normal"),
+}
 # fmt: on
 
 
@@ -190,17 +189,17 @@ def initialize(model: DecoderLM, seed: int) -> None:
     model.tie()
     blocks = logical_blocks(model)
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear | nn.Embedding):
+        if isinstance(module, Matrices):
             if not (model.config.tied and module is model.lm_head):
                 _set(module.weight, _draw(module.weight.shape, blocks[module], f"{seed}:{name}.weight"))
             if isinstance(module, nn.Linear) and module.bias is not None:
                 _start_bias(module.bias, blocks[module], f"{seed}:{name}.bias")
-        elif callable(reset := getattr(module, "reset_parameters", None)):
-            reset()
-    model.placement.after_step(model)
+        elif hasattr(module, "reset_parameters"):
+            _reset(module)
+    _after_step(model, seed)
 
 
-def logical_blocks(model: DecoderLM) -> dict[nn.Module, list[Block]]:
+def logical_blocks(model: DecoderLM) -> dict[Matrices, list[Block]]:
     """For each Linear and Embedding of the model its rows, logical matrix by logical matrix.
 
     >>> from normstream.models import DecoderConfig
@@ -209,32 +208,43 @@ def logical_blocks(model: DecoderLM) -> dict[nn.Module, list[Block]]:
     'value'
     """
     config = model.config
-    matrix = partial(
-        Matrix, dim=config.dim, n_layers=config.n_layers, init_std=config.resolved_init_std, stack=model.stack
-    )
+    shared = {
+        "dim": config.dim,
+        "n_layers": config.n_layers,
+        "init_std": config.resolved_init_std,
+        "stack": model.stack,
+    }
 
-    def block(module: nn.Module, role: Role, rows: Tensor | None = None, layer: int | None = None, **more) -> Block:
-        placement = model.placement if layer is None else model.placement.at(layer)
-        rows = torch.arange(module.weight.shape[0], device="cpu") if rows is None else rows
-        sizes = {"fan_in": module.weight.shape[1], "fan_out": len(rows), "layer": layer or 0}
-        return Block(placement.init if config.init == "placement" else config.init, matrix(role, **sizes, **more), rows)
+    def blocks_of(module: Matrices, parts: list[Part], placement: Placement, **place: Any) -> list[Block]:
+        scheme = placement.init if config.init == "placement" else config.init
+        fan_in = module.weight.shape[1]
+        return [Block(scheme, Matrix(role, fan_in, len(rows), **shared, **place), rows) for role, rows in parts]
 
-    blocks = {m: [block(m, "query_key")] for m in model.modules() if isinstance(m, nn.Linear | nn.Embedding)}
-    blocks[model.lm_head] = [block(model.lm_head, "head")]
-    blocks[model.tok_embeddings] = [block(model.tok_embeddings, "embedding")]
-    if model.pos_embeddings is not None:
-        blocks[model.pos_embeddings] = [block(model.pos_embeddings, "positions")]
+    outside: dict[nn.Module | None, Role] = {
+        model.tok_embeddings: "vocabulary",
+        model.lm_head: "vocabulary",
+        model.pos_embeddings: "positions",
+    }
+    blocks = {
+        module: blocks_of(module, [(outside.get(module, "query_key"), _all_rows(module))], model.placement)
+        for module in model.modules()
+        if isinstance(module, Matrices)
+    }
     for index, layer in enumerate(model.layers):
         for kind, sublayer in _sublayers(layer):
+            place = {"layer": index, "cross": kind == "cross_attention"}
             for name, module in sublayer.named_children():
                 if isinstance(module, nn.Linear):
                     parts = _parts(sublayer, name, module)
-                    cross = kind == "cross_attention"
-                    blocks[module] = [block(module, role, rows, index, cross=cross) for role, rows in parts]
+                    blocks[module] = blocks_of(module, parts, model.placement.at(index), **place)
     return blocks
 
 
-def _sublayers(layer: Layer) -> Iterator[tuple[str, nn.Module]]:
+def _all_rows(module: Matrices) -> Tensor:
+    return torch.arange(module.weight.shape[0], device="cpu")
+
+
+def _sublayers(layer: Any) -> Iterator[tuple[str, nn.Module]]:
     for kind in layer.kinds:
         sublayer = getattr(layer, kind)
         if kind == "parallel":
@@ -243,9 +253,9 @@ def _sublayers(layer: Layer) -> Iterator[tuple[str, nn.Module]]:
             yield kind, sublayer
 
 
-def _parts(sublayer: nn.Module, name: str, linear: nn.Linear) -> list[tuple[Role, Tensor]]:
+def _parts(sublayer: nn.Module, name: str, linear: nn.Linear) -> list[Part]:
     """The logical matrices in one of a sublayer's matrices, each with its rows."""
-    rows = torch.arange(linear.weight.shape[0], device="cpu")
+    rows = _all_rows(linear)
     if isinstance(sublayer, LatentAttention):
         sizes = sublayer.sizes
         if name == "wkv_up":
@@ -255,9 +265,11 @@ def _parts(sublayer: nn.Module, name: str, linear: nn.Linear) -> list[tuple[Role
             return [("query_key", rows[: sizes.kv_rank]), ("query_key", rows[sizes.kv_rank :])]
     is_output = name in getattr(sublayer, "branch_outputs", ())
     values: tuple[str, ...] | None = getattr(sublayer, "value_matrices", None)
+    if is_output:
+        return [("output", rows)]
     if values is None:
-        return [("ffn_out" if is_output else "ffn_in", rows)]
-    return [("output" if is_output else "value" if name in values else "query_key", rows)]
+        return [("ffn_in", rows)]
+    return [("value" if name in values else "query_key", rows)]
 
 
 def _draw(shape: torch.Size, blocks: list[Block], stream: str) -> Tensor:
@@ -270,7 +282,7 @@ def _draw(shape: torch.Size, blocks: list[Block], stream: str) -> Tensor:
         part = torch.empty(len(rows), *shape[1:], dtype=torch.float32, device="cpu")
         if draw == "cut":
             nn.init.trunc_normal_(part, 0.0, std, -3 * std, 3 * std, generator=generator)
-        elif draw == "uniform" and matrix.role not in ("embedding", "positions", "head"):
+        elif draw == "uniform" and matrix.role not in ("vocabulary", "positions"):
             part.uniform_(-math.sqrt(3) * std, math.sqrt(3) * std, generator=generator)
         else:
             part.normal_(0.0, std, generator=generator)
@@ -281,16 +293,49 @@ def _draw(shape: torch.Size, blocks: list[Block], stream: str) -> Tensor:
 def _start_bias(bias: Tensor, blocks: list[Block], stream: str) -> None:
     """Uniform like the weight where torch's own start of a Linear is wanted, else 0."""
     scheme, matrix, _ = blocks[0]
-    if SCHEMES[scheme].draw == "uniform" and matrix.role != "head":
+    if SCHEMES[scheme].draw == "uniform" and matrix.role != "vocabulary":
         _set(bias, _draw(bias.shape, blocks, stream))
     else:
         bias.zero_()
 
 
-def _set(parameter: Tensor, values: Tensor) -> None:
-    """Copies values into a parameter, of which this process may hold a shard; every process has all values."""
-    if isinstance(parameter, DTensor):
-        mesh, placements = parameter.device_mesh, parameter.placements
-        parameter.copy_(distribute_tensor(values.to(parameter.dtype), mesh, placements, src_data_rank=None))
+def _reset(module: Any) -> None:
+    """``module.reset_parameters()``; of sharded parameters on a copy that has all of them."""
+    sharded = {name: p for name, p in module.named_parameters(recurse=False) if _is_sharded(p)}
+    if not sharded:
+        module.reset_parameters()
+        return
+    whole = copy.copy(module)
+    whole._parameters = {
+        name: p if p is None else nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="cpu"))
+        for name, p in module._parameters.items()
+    }
+    whole.reset_parameters()
+    for name, parameter in sharded.items():
+        _set(parameter, getattr(whole, name))
+
+
+def _after_step(model: DecoderLM, seed: int) -> None:
+    """The placement's hook; with shards on a whole model, since sums over shards round differently."""
+    has_hook = type(model.placement).after_step is not Placement.after_step
+    if has_hook and any(map(_is_sharded, model.parameters())):
+        whole = DecoderLM(model.config)
+        initialize(whole, seed)
+        for name, parameter in model.named_parameters():
+            _set(parameter, whole.get_parameter(name))
     else:
-        parameter.copy_(values)
+        model.placement.after_step(model)
+
+
+def _is_sharded(parameter: Tensor) -> bool:
+    return hasattr(parameter, "device_mesh")
+
+
+def _set(parameter: Any, values: Tensor) -> None:
+    """Copies values into a parameter, of which this process may hold a shard; every process has all values."""
+    if _is_sharded(parameter):
+        from torch.distributed.tensor import distribute_tensor  # half a second that few programs need
+
+        mesh, placements = parameter.device_mesh, parameter.placements
+        values = distribute_tensor(values.to(parameter.dtype), mesh, placements, src_data_rank=None)
+    parameter.copy_(values)

@@ -213,7 +213,6 @@ def test_weights_are_float32_in_autocast_and_for_bfloat16_streams(name):
     h = random_streams(1, 4).bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
         u, (mixed, beta) = mix(h)
-        assert mix.weights(h.float())[0].dtype == torch.bfloat16 or name == "static" or "mhc" in name
         z = HyperRead(mix, nn.Identity())((h,))[1]
     high, (mixed_high, beta_high) = mix(h.float())
     assert (u.dtype, mixed.dtype, z.dtype) == (torch.bfloat16,) * 3

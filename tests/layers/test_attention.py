@@ -197,9 +197,9 @@ def test_norm_before_or_after_the_rotation(shared):
 
     def made(after: bool) -> Attention:
         norms = {name: RMSNorm(HEAD_DIM, eps=1e-5) for name in ("q_norm", "k_norm")}
-        attention = with_options(norm_after_rope=after, **norms)
+        attention: Any = with_options(norm_after_rope=after, **norms)
         gain = torch.tensor([2.0, 0.5, 1.0] * 2) if shared else torch.linspace(0.5, 2.0, HEAD_DIM)
-        for norm in norms.values():
+        for norm in (attention.q_norm, attention.k_norm):
             norm.weight.data.copy_(gain)
         return attention
 

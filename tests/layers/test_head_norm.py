@@ -111,12 +111,12 @@ def test_the_casts_of_the_released_models():
     """Before the gain: the normed vector is rounded first, then the product."""
     x, gain = heads().bfloat16(), torch.tensor([1.1, 0.9, 1.3, 0.7]).bfloat16()
     high = x.float() / torch.sqrt(x.float().square().mean((-2, -1), keepdim=True) + 1e-5)
-    for cast, expected in {
+    expectations: dict[Any, Tensor] = {
         "after_gain": (high * gain.float()).bfloat16(),
         "before_gain": high.bfloat16() * gain,
-    }.items():
-        config = NormConfig(cast=cast)
-        norm: Any = head_norm("model", config, HEADS, DIM, statistics="all_heads", gain="shared")
+    }
+    for cast, expected in expectations.items():
+        norm: Any = head_norm("model", NormConfig(cast=cast), HEADS, DIM, statistics="all_heads", gain="shared")
         norm.bfloat16().weight.data.copy_(gain)
         assert torch.equal(norm(x), expected)
 

@@ -56,8 +56,8 @@ def official(ours: LatentAttention, q_rank: int, bias: bool):
         v_head_dim=5,
         attention_bias=bias,
         rope_interleave=True,
-        attn_implementation="sdpa",
     )
+    config._attn_implementation = "sdpa"
     theirs = DeepseekV3Attention(config, layer_idx=0).double()
     names = {"kv_a_proj_with_mqa": "wkv_down", "kv_a_layernorm": "kv_norm", "kv_b_proj": "wkv_up", "o_proj": "wo"}
     queries = {"q_a_proj": "wq_down", "q_a_layernorm": "q_norm", "q_b_proj": "wq"} if q_rank else {"q_proj": "wq"}

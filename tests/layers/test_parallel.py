@@ -1,5 +1,7 @@
 """Branches side by side: the sum of what each makes of one input."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -23,7 +25,7 @@ def test_without_norms_both_read_z():
 
 
 def test_each_branch_has_its_norm():
-    norms = {kind: RMSNorm(4, eps=1e-5).double() for kind in ("attention", "feed_forward")}
+    norms: Any = {kind: RMSNorm(4, eps=1e-5).double() for kind in ("attention", "feed_forward")}
     norms["attention"].weight.data.fill_(3.0)
     parallel = Parallel({"attention": Branch(1.0), "feed_forward": Branch(1.0)}, norms)
     assert [name for name, _ in parallel.named_parameters()] == ["attention_norm.weight", "feed_forward_norm.weight"]

@@ -73,8 +73,11 @@ def tokens(batch: int = 2, length: int = 12, seed: int = 0) -> Tensor:
 @every_option
 def test_an_option_does_something(name):
     plain = {key: value for key, value in OPTIONS[name].items() if key in ("n_kv_heads", "head_dim", "bias")}
+    model = build(**OPTIONS[name])
     with torch.no_grad():
-        assert (build(**OPTIONS[name])(tokens()) - build(**plain)(tokens())).abs().max() > 1e-6
+        for parameter in (p for n, p in model.named_parameters() if "head_scale" in n):
+            parameter.mul_(2)  # it starts at 1
+        assert (model(tokens()) - build(**plain)(tokens())).abs().max() > 1e-6
 
 
 @every_option
@@ -174,7 +177,7 @@ def test_autocast_runs(name):
 def test_largest_logits_are_the_same_when_layers_are_recomputed(name):
     records = []
     for recomputed in (False, True):
-        model = build(**OPTIONS[name])
+        model: Any = build(**OPTIONS[name])
         for layer in model.layers:
             layer.attention.max_logits = torch.full((4,), -math.inf, dtype=torch.float64)
             if recomputed:
@@ -216,7 +219,7 @@ def test_which_layers_are_full():
 
 @pytest.mark.parametrize("kind", ["alibi", "none"])
 def test_without_rotary_a_shift_of_positions_means_nothing(kind):
-    model, positions = build(positions=PositionConfig(kind=kind)), torch.arange(12)[None]
+    model, positions = build(positions=PositionConfig(kind=kind)), torch.arange(12).expand(2, -1)
     with torch.no_grad():
         assert torch.equal(model(tokens(), positions_BT=positions + 7), model(tokens()))
 
@@ -290,7 +293,8 @@ def test_inner_norms_of_different_layers_follow_the_placement():
 @pytest.mark.parametrize("branch_norms", [False, True])
 def test_parallel_blocks(branch_norms, monkeypatch):
     """x <- x + attention(z) + feed_forward(z), with z = N(x) or each branch with a norm of its own."""
-    one, two = build(n_layers=1), placements.get("pre")
+    one: Any = build(n_layers=1)
+    two = placements.get("pre")
     monkeypatch.setattr(type(two), "parallel", True)
     monkeypatch.setattr(type(two), "branch_norms", branch_norms)
     model = build(n_layers=1)

@@ -65,9 +65,9 @@ def test_wrong_configurations_say_what_is_wrong(wrong, words):
 
 
 WRONG_WORDS = """
-from normstream.models import DecoderConfig, DecoderLM, PositionConfig
+from normstream.models import DecoderConfig, DecoderLM
 
-for field in ("activation", "init"):
+for field in ("activation", "init", "bias"):
     try:
         DecoderLM(DecoderConfig(**{field: "nonsense"}))
     except ValueError as error:
@@ -81,7 +81,7 @@ def test_wrong_words_are_value_errors():
     """In a fresh interpreter: the type checks that run in this one would raise before the library does."""
     run = subprocess.run([sys.executable, "-c", WRONG_WORDS], capture_output=True, text=True, check=True)
     messages = run.stdout.splitlines()
-    assert ["nonsense" in message for message in messages] == [True] * 2, messages
+    assert ["nonsense" in message for message in messages] == [True] * 3, messages
 
 
 def test_too_long_a_sequence():

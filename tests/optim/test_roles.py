@@ -6,7 +6,16 @@ import torch
 from torch import nn
 
 from normstream import DecoderConfig, DecoderLM, RMSNorm
-from normstream.optim import OptimizerConfig, build_optimizer, check_groups, group_table, parameter_groups, parameter_roles
+from normstream.junctions import Junction, Read, Start
+from normstream.norms import Kind, NormConfig
+from normstream.optim import (
+    OptimizerConfig,
+    build_optimizer,
+    check_groups,
+    group_table,
+    parameter_groups,
+    parameter_roles,
+)
 from normstream.optim.roles import GroupRow
 
 
@@ -85,6 +94,38 @@ def test_hybrid_pre_has_its_c1_vectors_apart():
     model = DecoderLM(DecoderConfig(placement="siamese_hybrid_pre", vocab_size=11, dim=8, n_layers=2, n_heads=2))
     rows = {row.group: row for row in group_table(model, OptimizerConfig())}
     assert rows["vector"] == GroupRow("vector", 0.0, 2 * 8, 2, "adamw")
+
+
+class Mixing(Read):
+    """A read with a mixing matrix of its own, one in a part of it, a projection and a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Parameter(torch.ones(2, 3))
+        self.part = Experts()
+        self.projection = nn.Linear(4, 2)
+        self.norm = RMSNorm(4, eps=1e-6)
+
+
+def test_what_junctions_own_is_never_a_matrix():
+    roles = parameter_roles(nn.ModuleDict({"layer": nn.Linear(2, 2), "after": Junction(Start(), Mixing())}))
+    assert roles == {
+        "layer.weight": "matrix",
+        "layer.bias": "bias",
+        "after.read.mix": "vector",
+        "after.read.part.weights": "vector",
+        "after.read.projection.weight": "vector",
+        "after.read.projection.bias": "vector",
+        "after.read.norm.weight": "norm_gain",
+    }
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer", "dyt", "derf", "pb_relax", "scale"])
+def test_every_norm_is_a_norm(kind: Kind):
+    norm = NormConfig(kind=kind, bias=kind not in ("rms", "scale")).build(4)
+    roles = parameter_roles(norm)
+    assert set(roles.values()) <= {"norm_gain", "norm_bias"}
+    assert roles["weight"] == "norm_gain"
 
 
 def test_frozen_parameters_are_in_no_group():

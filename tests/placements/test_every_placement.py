@@ -1,5 +1,6 @@
 """What has to hold for every placement, whatever its equations. A new one needs a line in NORM_PARAMETERS."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -7,15 +8,20 @@ import torch
 from torch import Tensor, nn
 
 from normstream import placements
+from normstream.data import DataConfig
 from normstream.init import initialize
+from normstream.layers.head_norm import HeadNorm
 from normstream.models import DecoderConfig, DecoderLM
 from normstream.norms import NormConfig
+from normstream.optim import OptimizerConfig
+from normstream.training import TrainConfig, train
 
 NAMES = placements.names()
 CONFIG = DecoderConfig(vocab_size=20, dim=16, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=24, max_seq_len=12)
 D, L, H, G, K, F = 16, 2, 4, 2, 4, 24
 
-# Gains of norms with one vector each, counted by hand from the equations: D is the width, L the blocks, H and G the
+# Parameters of norms, counted by hand from the equations (one gain vector each; the LayerNorm over hyper-connected
+# streams has a bias too): D is the width, L the blocks, H and G the
 # query and key-value heads, K the width of a head, F that of the feed-forward.
 NORM_PARAMETERS = {
     "pre": (2 * L + 1) * D,
@@ -32,27 +38,29 @@ NORM_PARAMETERS = {
     "gemma3": (4 * L + 1) * D + L * 2 * K,
     "glm4": (4 * L + 1) * D,
     "olmo2": (2 * L + 1) * D + L * (H * K + G * K),
-    "swin_v2": (2 * L + 1) * D,
+    "swin_v2": (2 * L + 2) * D + L * (H + G),
     "parallel": (L + 1) * D,
     "hybridnorm": (L + 1) * D + L * 3 * K,
     "hybridnorm_star": (L + 2) * D + L * 3 * K,
     "normformer": (3 * L + 1) * D + L * F,
     "sub_ln": (2 * L + 1) * D + L * (H * K + F),
-    "keel": (2 * L + 2 * L - 1 + 1) * D,
+    "keel": (4 * L - 1) * D,
     "residual": (2 * L + 1) * D,
     "span_norm": (2 * L + 1) * D,
-    "geo_norm": (2 * L + 1) * D,
-    "ngpt": 0,
-    "hyper_connections": (2 * 2 * L + 1) * D,
-    "mhc": (2 * 2 * L + 1) * D,
+    "geo_norm": D,
+    "ngpt": L * (H * K + G * K),
+    "hyper_connections": (2 * L + 1) * D + 2 * L * 2 * D,
+    "mhc": (2 * L + 1) * D,
     "siamese": 3 * (2 * L + 1) * D,
     "siamese_hybrid_pre": (4 * L + 3) * D + L * 3 * K,
     "siamese_depth_attention": (4 * L + 3) * D + L * (H * K + G * K),
-    "siamese_hyper_connections": 3 * (2 * L + 1) * D + 2 * L * D,
+    "siamese_hyper_connections": 3 * (2 * L + 1) * D + 2 * L * 2 * D,
 }
 
 # Parameters that a step of SGD leaves alone, and why.
-UNMOVED: dict[str, dict[str, str]] = {}
+UNMOVED = {
+    "mhc": {"before_layers.read.mix.scale_res": "all streams are equal there, and every mixing matrix keeps their sum"}
+}
 
 
 def model_of(name: str, **changes) -> DecoderLM:
@@ -75,7 +83,7 @@ def tokens(batch: int = 2, length: int = 8) -> Tensor:
 
 
 def is_norm(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("normstream.norms")
+    return isinstance(module, HeadNorm) or type(module).__module__.startswith("normstream.norms")
 
 
 def test_every_placement_has_a_count():
@@ -152,3 +160,26 @@ def test_a_shorter_prefix_gives_the_same_logits(name):
     with torch.no_grad():
         whole, prefix = model(tokens()), model(tokens()[:, :5])
     torch.testing.assert_close(prefix, whole[:, :5], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_float16_with_loss_scaling_trains_fifty_steps(name, tmp_path):
+    """The losses are finite and end below those of a uniform guess over the few words of the text."""
+    (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 60)
+    data = DataConfig(source=str(tmp_path / "text.txt"), seq_len=16, validation_fraction=0.2)
+    config = TrainConfig(
+        model=replace(CONFIG, placement=name, max_seq_len=16),
+        data=data,
+        optimizer=OptimizerConfig(lr=1e-2),
+        precision="fp16",
+        steps=50,
+        batch_size=4,
+        eval_every=50,
+        eval_batches=2,
+        device="cpu",
+    )
+    result = train(config, tmp_path / "run")
+    assert result.steps == 50
+    assert not result.diverged, result.cause
+    assert result.train_loss is not None
+    assert result.train_loss < 4.0 < math.log(257)

@@ -4,13 +4,74 @@ import numpy as np
 import pytest
 
 from normstream.training.divergence import DivergenceDetector, collapsed, nonfinite_cause, unigram_loss
-from normstream.training.spikes import SpikeCounter, spike_score
+from normstream.training.spikes import OLMO_CORE, SpikeCounter, SpikeRule, spike_score, stability_score
 
 
-def test_one_spike_among_normal_values():
+@pytest.mark.parametrize("position", [60, 500, 999, 1000, 1500, 1999])
+@pytest.mark.parametrize("value", [20.0, -20.0])
+def test_one_spike_among_normal_values(position: int, value: float):
     values = np.random.default_rng(0).standard_normal(2000)
-    values[1500] = 20.0
-    assert spike_score(values.tolist()) == 1 / 2000
+    values[position] = value
+    assert spike_score(values) == 1 / 2000
+    assert spike_score(values, sided=1) == (value > 0) / 2000
+    assert stability_score(values) == (value > 0 and position >= 128) / 2000
+
+
+def test_olmo2_counts_at_least_seven_deviations_of_the_last_thousand():
+    # Mean 0 and deviation 1 exactly; before them lie values that must have left the window.
+    window = [100.0] * 7 + [1.0, -1.0] * 500
+    for value, spikes in ((7.0, 1), (-7.0, 1), (6.999, 0), (-6.999, 0)):
+        assert spike_score([*window, value]) * 1008 == pytest.approx(spikes)
+    assert spike_score([*window, 5.0, 5.0], window=10, k=4, sided=1) * 1009 == pytest.approx(1)
+
+
+def test_olmo_core_counts_more_than_six_deviations_of_a_full_window():
+    full, quiet = [1.0, -1.0] * 64, [0.0] * 200
+    for before, value, spikes in (
+        (full, 6.001, 1),
+        (full, 6.0, 0),
+        (full, -50.0, 0),
+        (full[1:], 50.0, 0),
+        (quiet, 1, 0),
+    ):
+        assert stability_score([*before, value]) * (len(before) + 1) == pytest.approx(spikes)
+    # A step counts once. The second 7 meets a window with a 7 in it, whose limit is 0.05 + 6 * 1.17.
+    loss, norm = [*full, 7.0, 0.0, 7.0, 0.0], [*full, 7.0, 7.0, 0.0, 0.0]
+    assert stability_score(loss) * 132 == pytest.approx(1)
+    assert stability_score(loss, norm) * 132 == pytest.approx(1)
+    assert stability_score(loss, [*full, 0.0, 7.0, 0.0, 0.0]) * 132 == pytest.approx(2)
+
+
+def test_olmo_core_rate_is_over_the_last_ten_thousand_steps():
+    values = [1.0, -1.0] * 64 + [9.0] + [1.0, -1.0] * 5000
+    assert stability_score(values[:129]) == 1 / 129
+    assert stability_score(values[:10_128]) == 1 / 10_000
+    assert stability_score(values) == 0
+
+
+def test_gradient_norms_of_other_length():
+    with pytest.raises(ValueError, match="as many gradient norms as losses, got 1 for 2"):
+        stability_score([1.0, 2.0], [1.0])
+
+
+@pytest.mark.untyped
+@pytest.mark.parametrize("wrong", [{"window": 0}, {"k": 0.0}, {"sided": 3}])
+def test_impossible_rules(wrong: dict[str, int]):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        SpikeRule(**wrong)  # pyright: ignore[reportArgumentType]
+
+
+def test_counter_goes_on_from_what_a_checkpoint_keeps():
+    values = np.random.default_rng(1).standard_normal(300).tolist()
+    values[200] = 12.0
+    whole = SpikeCounter(rule=OLMO_CORE)
+    seen = [whole.update(value) for value in values]
+    first = SpikeCounter(rule=OLMO_CORE)
+    for value in values[:150]:
+        first.update(value)
+    second = SpikeCounter(list(first.values), first.count, OLMO_CORE)
+    assert [second.update(value) for value in values[150:]] == seen[150:]
+    assert second.count == whole.count == 1
 
 
 def test_spike_is_not_in_its_own_window_but_in_the_next():

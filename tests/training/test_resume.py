@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from normstream.data import Data
-from normstream.optim import OptimizerConfig, ScheduleConfig
+from normstream.optim import OptimizerConfig, QKClipConfig, ScheduleConfig
+from normstream.optim.config import Kind
 from normstream.training import (
     Interrupted,
     TrainConfig,
@@ -109,6 +110,22 @@ def test_fp16_scale_and_skips_resume(config: Make, data: Data, tmp_path: Path, m
             train(fp16, run, data=data, resume=step > 1, on_row=stop_at(step))
     train(fp16, run, data=data, resume=True)
     assert_same_run(tmp_path / "whole", run)
+
+
+@pytest.mark.parametrize("kind", ["radam", "sgd", "muon", "muonclip"])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_every_optimizer_resumes(kind: Kind, precision: str, config: Make, data: Data, tmp_path: Path):
+    optimizer = OptimizerConfig(kind=kind, lr=1e-2, qk_clip=QKClipConfig(threshold=0.1 if kind == "muonclip" else None))
+    options = config(optimizer=optimizer, precision=precision, placement="pre", grad_accumulation=2, z_loss=1e-4)
+    train(options, tmp_path / "whole", data=data)
+    run = tmp_path / "stopped"
+    for step in (4, 7):
+        with pytest.raises(Interrupted):
+            train(options, run, data=data, resume=step > 4, on_row=stop_at(step))
+    train(options, run, data=data, resume=True)
+    assert_same_run(tmp_path / "whole", run)
+    if kind == "muonclip":
+        assert sum(row["clipped_heads"] for row in read_metrics(run / "metrics.jsonl", "train")) > 0
 
 
 def test_ctrl_c_has_its_own_status(config: Make, data: Data, tmp_path: Path):

@@ -1,5 +1,7 @@
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +10,11 @@ from torch import nn
 
 from normstream import DecoderLM, initialize
 from normstream.data import Batch, Data, Loader
-from normstream.training import TrainConfig
+from normstream.layers import Attention
+from normstream.optim import OptimizerConfig, QKClipConfig
+from normstream.placements import PreNorm
+from normstream.training import TrainConfig, read_metrics, train
+from normstream.training.evaluate import mean_loss, z_loss_sum
 from normstream.training.probes import LayerProbe
 from normstream.training.step import Updater, dropout_seed, split
 
@@ -130,3 +136,116 @@ def test_probe_under_recomputation_and_with_a_tied_head(config: Make, data: Data
     assert rows[0] == rows[1]
     assert rows[0]["grad_norm"]["head"] is None
     assert [len(rows[0]["rms"][name]) for name in ("x", "y")] == [3, 3]
+
+
+def test_gradient_of_the_z_loss():
+    """2 log Z softmax at every target that counts, in float64."""
+    logits = torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True)
+    targets = torch.tensor([[1, -100, 2], [0, 4, -100]])
+    loss = z_loss_sum(logits, targets)
+    loss.backward()
+    log_z = logits.detach().exp().sum(-1).log()
+    counted = (targets != -100).double()
+    assert loss.item() == pytest.approx((counted * log_z**2).sum().item(), rel=1e-12)
+    expected = (2 * log_z * counted)[..., None] * logits.detach().softmax(-1)
+    torch.testing.assert_close(logits.grad, expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_z_loss_is_added_in_training_only(parts: int, config: Make, data: Data):
+    batch = uneven(Loader(data.train, 4, seed=0).batch(0))
+    plain, with_z = updater(config()), updater(config(z_loss=0.1, grad_accumulation=parts))
+    logits = plain.model(batch.inputs_BT, documents_BT=batch.documents_BT).detach()
+    counted = batch.targets_BT != -100
+    expected = 0.1 * logits.exp().sum(-1).log().square()[counted].mean().item()
+    one, two = plain(1, batch), with_z(1, batch)
+    assert one.z_loss is None
+    assert two.loss == pytest.approx(one.loss, rel=1e-6)
+    assert two.z_loss == pytest.approx(expected, rel=1e-5)
+    assert two.grad_norm != one.grad_norm
+
+    held_out = updater(config(z_loss=0.1)).model
+    assert mean_loss(held_out, [batch]) == pytest.approx(one.loss, rel=1e-6)
+
+
+def test_z_loss_has_its_own_column(config: Make, data: Data, tmp_path: Path):
+    train(config(z_loss=1e-4, steps=1), tmp_path / "z", data=data)
+    train(config(steps=1), tmp_path / "none", data=data)
+    (one,), (two,) = (read_metrics(tmp_path / run / "metrics.jsonl", "train") for run in ("z", "none"))
+    assert one["loss"] == two["loss"]
+    assert 0 < one["z_loss"] < 0.02  # 1e-4 ln(257)^2 is 0.003
+    assert "z_loss" not in two
+
+
+def attentions(run: Updater) -> list[Attention]:
+    return [module for module in run.model.modules() if isinstance(module, Attention)]
+
+
+def clipping(config: Make, **options: Any) -> Updater:
+    """An updater that leaves the weights as they are but for QK-Clip at 0.02."""
+    optimizer = OptimizerConfig(kind="muonclip", lr=1e-30, qk_clip=QKClipConfig(threshold=0.02))
+    return updater(config(optimizer=optimizer, placement="pre", init_std=0.3, **options))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"grad_accumulation": 4},
+        {"activation_checkpointing": True},
+        pytest.param({"compile": True}, marks=pytest.mark.untyped),
+    ],
+)
+def test_largest_logits_are_those_of_the_whole_batch(
+    options: dict[str, Any], config: Make, data: Data, monkeypatch: pytest.MonkeyPatch
+):
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f: real(f, backend="aot_eager"))
+    batch = Loader(data.train, 4, seed=0).batch(0)
+    one, two = clipping(config), clipping(config, **options)
+    first, second = one(1, batch), two(1, batch)
+    assert one.qk_clip is not None
+    assert two.qk_clip is not None
+    assert first.clipped_heads == second.clipped_heads == 4
+    for a, b in zip(one.qk_clip.max_logits(), two.qk_clip.max_logits(), strict=True):
+        assert a == pytest.approx(b, rel=1e-4)
+    for a, b in zip(attentions(one), attentions(two), strict=True):
+        torch.testing.assert_close(a.wq.weight, b.wq.weight, rtol=1e-4, atol=1e-6)
+
+
+def test_replayed_batch_is_at_the_threshold(config: Make, data: Data):
+    batch = Loader(data.train, 4, seed=0).batch(0)
+    run = clipping(config, n_layers=1)
+    first, second = run(1, batch), run(2, batch)
+    assert first.max_logit is not None
+    assert first.max_logit > 1
+    assert second.max_logit == pytest.approx(0.02, rel=1e-4)
+    assert attentions(run)[0].max_logits is None  # no cost in evaluations
+
+
+def test_logits_of_every_head_are_logged(config: Make, data: Data, tmp_path: Path):
+    optimizer = OptimizerConfig(kind="muonclip")
+    train(config(placement="pre", optimizer=optimizer), tmp_path / "run", data=data)
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl", "train")
+    assert {row["clipped_heads"] for row in rows} == {0}
+    for row in read_metrics(tmp_path / "run" / "metrics.jsonl", "layers"):
+        assert [len(layer) for layer in row["max_logit"]] == [2, 2]
+        assert max(map(max, row["max_logit"])) == rows[row["step"] - 1]["max_logit"]
+
+
+def test_placement_acts_after_every_applied_step(config: Make, data: Data, monkeypatch: pytest.MonkeyPatch):
+    seen: list[torch.Tensor] = []
+
+    def after_step(self: PreNorm, model: nn.Module) -> None:
+        seen.append(next(model.parameters()).detach().clone())
+
+    monkeypatch.setattr(PreNorm, "after_step", after_step)
+    run = updater(config(placement="pre"))
+    batch = Loader(data.train, 4, seed=0).batch(0)
+    seen.clear()
+    run(1, batch)
+    assert len(seen) == 1
+    assert torch.equal(seen[0], next(run.model.parameters()))
+    with torch.no_grad():
+        run.model.lm_head.weight.mul_(torch.nan)
+    assert not run(2, batch).applied
+    assert len(seen) == 1

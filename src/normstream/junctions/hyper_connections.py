@@ -104,7 +104,8 @@ class Mix(nn.Module):
         high_BTND = h_BTND.to(torch.float64 if h_BTND.dtype == torch.float64 else torch.float32)
         with torch.autocast(h_BTND.device.type, enabled=False):
             alpha_NM, beta_N = self.weights(high_BTND)
-            mixed_BTMD = (alpha_NM.mT @ high_BTND).to(h_BTND.dtype)
+            equation = "nm,...nd->...md" if alpha_NM.ndim == 2 else "...nm,...nd->...md"
+            mixed_BTMD = torch.einsum(equation, alpha_NM, high_BTND).to(h_BTND.dtype)
         return mixed_BTMD[..., 0, :], (mixed_BTMD[..., 1:, :], beta_N)
 
     def reset_static(self) -> None:

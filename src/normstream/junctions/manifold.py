@@ -24,12 +24,14 @@ def sinkhorn(logits_NN: Tensor, n_iterations: int, *, last: int) -> Tensor:
     tensor([[0.5000, 0.5000],
             [0.5000, 0.5000]])
     """
-    first = -3 - last
-    matrix_NN = (logits_NN - logits_NN.amax(first, keepdim=True).detach()).exp()
+    # The two small axes come first: sums over them then run along whole vectors, several times as fast.
+    matrix = logits_NN.movedim((-2, -1), (0, 1)).contiguous()
+    first, last = (0, 1) if last == -1 else (1, 0)
+    matrix = (matrix - matrix.amax(first, keepdim=True).detach()).exp()
     for _ in range(n_iterations):
-        matrix_NN = matrix_NN / matrix_NN.sum(first, keepdim=True)
-        matrix_NN = matrix_NN / matrix_NN.sum(last, keepdim=True)
-    return matrix_NN
+        matrix = matrix / matrix.sum(first, keepdim=True)
+        matrix = matrix / matrix.sum(last, keepdim=True)
+    return matrix.movedim((0, 1), (-2, -1))
 
 
 class ManifoldMix(Mix):

@@ -53,9 +53,7 @@ def radam(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
     >>> radam([{"params": [nn.Parameter(torch.ones(1))]}], OptimizerConfig()).defaults["decoupled_weight_decay"]
     True
     """
-    return torch.optim.RAdam(
-        groups, lr=config.lr, betas=config.betas, eps=config.eps, decoupled_weight_decay=True
-    )
+    return torch.optim.RAdam(groups, lr=config.lr, betas=config.betas, eps=config.eps, decoupled_weight_decay=True)
 
 
 def sgd(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -70,8 +68,9 @@ def sgd(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
 class MuonWithAdamW(torch.optim.Optimizer):
     """torch's Muon for the groups that say so, its AdamW for the others, as one optimizer with one state.
 
-        M <- momentum M + (1 - momentum) g
-        W <- (1 - lr decay) W - lr 0.2 sqrt(max(n, m)) NewtonSchulz(momentum M + (1 - momentum) g)      W of shape (n, m)
+        M <- momentum M + (1 - momentum) g                              W of shape (n, m)
+        O = NewtonSchulz(momentum M + (1 - momentum) g)                 five steps in bfloat16
+        W <- (1 - lr decay) W - lr 0.2 sqrt(max(n, m)) O
 
     The factor 0.2 sqrt(max(n, m)) gives Muon's updates the root mean square of AdamW's, so that one learning rate and
     one weight decay serve both.

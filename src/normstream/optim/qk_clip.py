@@ -38,7 +38,7 @@ class QKClip:
     Args:
         model: any module with ``Attention`` or ``LatentAttention`` inside.
         threshold: tau.
-        config: alpha, and what to do where keys are shared.
+        config: alpha, and what to do where keys are shared; its threshold is not read.
 
     Raises:
         ValueError: if the model has no attention, or one with QK-norm.
@@ -52,8 +52,8 @@ class QKClip:
     [[-inf, -inf]]
     """
 
-    def __init__(self, model: nn.Module, threshold: float, config: QKClipConfig = QKClipConfig()) -> None:
-        self.threshold, self.config = threshold, config
+    def __init__(self, model: nn.Module, threshold: float, config: QKClipConfig | None = None) -> None:
+        self.threshold, self.config = threshold, config or QKClipConfig()
         self.attentions: list[Attention | LatentAttention] = []
         for name, module in model.named_modules():
             if isinstance(module, Attention) and (module.q_norm is not None or module.k_norm is not None):
@@ -66,7 +66,7 @@ class QKClip:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """While entered, forward passes record their largest logits, starting anew; recomputed passes change nothing."""
+        """While entered, forward passes record their largest logits, from nothing; recomputing one changes nothing."""
         for attention, record in zip(self.attentions, self.records, strict=True):
             record.fill_(-torch.inf)
             attention.max_logits = record

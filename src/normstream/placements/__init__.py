@@ -10,8 +10,8 @@ from normstream.placements import deepnorm as deepnorm
 from normstream.placements import geo_norm as geo_norm
 from normstream.placements import hyper_connections as hyper_connections
 from normstream.placements import keel as keel
-from normstream.placements import norm_mixtures as norm_mixtures
 from normstream.placements import ngpt as ngpt
+from normstream.placements import norm_mixtures as norm_mixtures
 from normstream.placements import normformer as normformer
 from normstream.placements import output_norm as output_norm
 from normstream.placements import pre_norm_family as pre_norm_family

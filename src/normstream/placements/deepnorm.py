@@ -40,7 +40,7 @@ def beta(stack: Stack, n_layers: int, constants: Constants = "paper") -> float:
 
     >>> encoder, decoder = Stack("encoder", 6, 6), Stack("decoder", 6, 6)
     >>> [round(beta(stack, n), 4) for stack, n in ((Stack(), 24), (encoder, 6), (decoder, 6))]
-    [0.2686, 0.4973, 0.3433]
+    [0.2686, 0.497, 0.3433]
     """
     match stack.role:
         case "only":

@@ -1,9 +1,11 @@
 """Stopping in order: SIGTERM, Ctrl-C and a closed terminal let the running update finish, then a checkpoint is saved.
 
 A process that is stopped this way exits with 128 + the signal's number: 143 after SIGTERM, 130 after Ctrl-C, 129 after
-SIGHUP, which Windows lacks and nohup switches off. A second Ctrl-C stops at once, without a checkpoint.
+SIGHUP, which Windows lacks and nohup switches off. A second Ctrl-C stops at once, without a checkpoint; a second SIGHUP,
+which a closing shell may well send, changes nothing.
 """
 
+import os
 import signal
 import sys
 import threading
@@ -39,9 +41,11 @@ class StopSignals:
     def __init__(self) -> None:
         self.received: int | None = None
         self._previous: dict[int, Any] = {}
+        self._terminals: list[int] = []
 
     def __enter__(self) -> "StopSignals":
         if threading.current_thread() is threading.main_thread():
+            self._terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
             for number in _signals():
                 self._previous[number] = signal.signal(number, self._note)
         return self
@@ -53,7 +57,18 @@ class StopSignals:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.received = number
-        self._restore()
+        if signal.Signals(number).name == "SIGHUP":
+            self._leave_closed_terminals()
+        else:
+            self._restore()
+
+    def _leave_closed_terminals(self) -> None:
+        """Sends what would be written to a terminal that is gone to nowhere: the error would hide the exit status."""
+        for descriptor in self._terminals:
+            if not os.isatty(descriptor):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, descriptor)
+                os.close(nowhere)
 
     def _restore(self) -> None:
         while self._previous:

@@ -7,7 +7,7 @@ estimated as Hutchinson does, ||J||_F^2 = E||J u||^2 = E||v^T J||^2 for Gaussian
 gives every J_b, one backward pass every G_b.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -59,7 +59,7 @@ def run(subject: Subject, enter: Callable[[Tensor], Tensor]) -> Trace:
         states.append(tuple(stream.view_as(stream) for stream in output))  # tensors of this border alone
         return states[-1]
 
-    with hooks(subject.model.tok_embeddings, [embed]), joins(subject.model, keep):
+    with hooked([(subject.model.tok_embeddings, embed), *((join, keep) for join in joins(subject.model))]):
         hidden = subject.model.hidden(subject.inputs)
     return Trace(embeddings[0], states, hidden)
 
@@ -140,32 +140,26 @@ def norm_jacobians(subject: Subject) -> list[dict[str, Any]]:
 
         return measure
 
-    norms = [(name, module) for name, module in subject.model.named_modules() if type(module).__module__ == NORMS]
-    handles = [module.register_forward_hook(look(name, module)) for name, module in norms]
-    try:
-        with joins(subject.model, passed):
-            subject.model.hidden(subject.inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
+    norms = [(module, look(name, module)) for name, module in subject.model.named_modules() if is_norm(module)]
+    with hooked([*((join, passed) for join in joins(subject.model)), *norms]):
+        subject.model.hidden(subject.inputs)
     return found
 
 
+def is_norm(module: nn.Module) -> bool:
+    """Whether a module is one of ``normstream.norms``."""
+    return type(module).__module__ == NORMS
+
+
+def joins(model: nn.Module) -> list[nn.Module]:
+    """The join of every junction of a model."""
+    return [module.join for module in model.modules() if isinstance(module, Junction)]
+
+
 @contextmanager
-def hooks(module: nn.Module, functions: list[Callable[..., Any]]) -> Iterator[None]:
+def hooked(functions: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
     """Forward hooks for the time of a ``with``."""
-    handles = [module.register_forward_hook(function) for function in functions]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@contextmanager
-def joins(model: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
-    """One forward hook on every join of a model."""
-    handles = [m.join.register_forward_hook(function) for m in model.modules() if isinstance(m, Junction)]
+    handles = [module.register_forward_hook(function) for module, function in functions]
     try:
         yield
     finally:

@@ -1,0 +1,61 @@
+"""How far the first step of training moves the final hidden vectors: the quantity that DeepNet bounds.
+
+DeepNet (arXiv 2203.00555, section 4): with x <- LN(alpha x + G(x)) in each of 2N sublayers, whose two matrices are
+scaled by v and w, one SGD step of rate eta moves the output by at most a constant times
+
+    eta * sum_i (v_i^2 + w_i^2) / alpha^2 = eta * 2N (v^2 + w^2) / alpha^2,
+
+so that 2N (v^2 + w^2) / alpha^2 = O(1) keeps the update independent of depth. alpha = (2N)^(1/4) and
+v = w = beta = (8N)^(-1/4) make it 1; Post-Norm has alpha = v = w = 1 and 4N.
+"""
+
+import math
+from typing import Any
+
+import torch
+
+from normstream.lab.theory.config import TheoryConfig
+from normstream.lab.theory.measure import decoder, mean, simplified
+from normstream.lab.theory.probe import Subject
+
+RATES = {"sgd": 1e-5, "adam": 1e-7}
+"""So small that the update is linear in the rate: to it, the results do not refer."""
+
+
+def first_update(subject: Subject, optimizer: str) -> float:
+    """RMS of F(theta_1) - F(theta_0) over entries of the final hidden vectors, divided by the learning rate.
+
+    ``sgd`` is theta_1 = theta_0 - eta g; ``adam`` is Adam's first step, theta_0 - eta g / (|g| + 1e-12).
+    """
+    parameters = [p for layer in subject.model.layers for p in layer.parameters()]
+    before = subject.model.hidden(subject.inputs)
+    found = torch.autograd.grad(subject.loss(before), parameters, allow_unused=True)
+    rate = RATES[optimizer]
+    steps = [
+        (p, g if optimizer == "sgd" else g / (g.abs() + 1e-12))
+        for p, g in zip(parameters, found, strict=True)
+        if g is not None
+    ]
+    with torch.no_grad():
+        for parameter, step in steps:
+            parameter.sub_(rate * step)
+        after = subject.model.hidden(subject.inputs)
+        for parameter, step in steps:
+            parameter.add_(rate * step)
+    return math.sqrt((after - before.detach()).square().mean().item()) / rate
+
+
+def first_updates(placement: str, n_layers: int, config: TheoryConfig) -> dict[str, Any]:
+    """``first_update`` by both optimizers, the mean over seeds; the simplified model's attention has a W_O here.
+
+    >>> sorted(first_updates("pre", 1, TheoryConfig(dim=8, seeds=(0,), tokens=2)))
+    ['adam', 'depth', 'placement', 'sgd']
+    """
+    samples = []
+    for seed in config.seeds:
+        if config.model == "decoder":
+            one = decoder(placement, n_layers, seed, config)
+        else:
+            one = simplified(placement, n_layers, seed, config, tokens=config.tokens, output_matrix=True)
+        samples.append({optimizer: first_update(one, optimizer) for optimizer in RATES})
+    return {"placement": placement, "depth": n_layers} | mean(samples)

@@ -2,15 +2,17 @@
 
 import os
 import socket
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
 
-from normstream import placements
-from normstream.init import initialize
+from normstream.init import SCHEMES, initialize
 from normstream.layers.latent_attention import LatentConfig
 from normstream.models import DecoderConfig, DecoderLM
 
@@ -18,20 +20,31 @@ pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs torc
 LATENT = LatentConfig(kv_rank=6, nope_head_dim=4, rope_head_dim=2, v_head_dim=3)
 
 
+PLACEMENTS = (
+    "pre",
+    "siamese_hybrid_pre",
+    "siamese_depth_attention",
+    "hyper_connections",
+    "mhc",
+    "normformer",
+    "swin_v2",
+)
+
+
 def configs() -> dict[str, DecoderConfig]:
-    """Every placement by its own scheme; a few more schemes; widths that two processes cannot share equally."""
+    """Placements with parameters of their own, every scheme, sizes that two processes cannot share equally."""
 
-    def config(placement: str = "pre", **options) -> DecoderConfig:
-        return DecoderConfig(placement, **({"vocab_size": 33, "dim": 12, "n_layers": 2, "n_heads": 2} | options))
+    def config(placement: str = "pre", **options: Any) -> DecoderConfig:
+        return replace(DecoderConfig(placement, vocab_size=33, dim=12, n_layers=2, n_heads=2), **options)
 
-    named = {name: config(name) for name in placements.names()}
-    for init in ("xavier", "mitchell", "deepnorm_code"):
+    named = {name: config(name) for name in PLACEMENTS}
+    for init in SCHEMES:
         named[init] = config(init=init, bias="all", tied=init == "xavier", ffn_dim=13)
-    return named | {"latent": config(init="deepnorm", latent=LATENT)}
+    return named | {"nGPT": config("ngpt"), "latent": config(init="deepnorm", latent=LATENT)}
 
 
 def differing(config: DecoderConfig) -> list[str]:
-    """Builds a model on the meta device, shards it, initializes it; the parameters that differ from an unsharded one."""
+    """The parameters of a model built on the meta device, sharded and initialized that differ from an unsharded one."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
@@ -67,5 +80,5 @@ def test_sharded_values_are_those_of_one_process(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(process, (port, str(tmp_path)), nprocs=2)
+    spawn(process, (port, str(tmp_path)), nprocs=2)
     assert [(tmp_path / f"{rank}.txt").read_text(encoding="utf-8") for rank in range(2)] == ["equal", "equal"]

@@ -1,4 +1,4 @@
-"""nGPT against a short model of the paper's equations (arXiv 2410.01131, table 1), and its unit weights."""
+"""nGPT against a short model of the paper's equations (arXiv 2410.01131), and its unit weights."""
 
 import math
 
@@ -43,7 +43,7 @@ def rotated(x: Tensor) -> Tensor:
 
 
 def reference(model: DecoderLM, tokens: Tensor) -> Tensor:
-    """The paper's forward pass, its scaled parameters (section 2.5) written out."""
+    """The paper's forward pass, its scaled parameters written out."""
     w, root = dict(model.named_parameters()), math.sqrt(DIM)
     groups = HEADS // model.config.resolved_kv_heads
     h = w["tok_embeddings.weight"][tokens]

@@ -34,7 +34,7 @@ def test_constants_of_the_deepnet_paper(depth, single, encoder, decoder):
 
 @pytest.mark.parametrize("depth", [1, 6, 100, 1000])
 def test_bound_on_the_update_is_one(depth):
-    """Theorem 4.2: 2N updates of size 2 beta^2 / alpha^2 make up 1, as do 3M in a decoder with cross-attention."""
+    """2N updates of size 2 beta^2 / alpha^2 make up 1, as do 3M in a decoder with cross-attention."""
     single, decoder = Stack(), Stack("decoder", 7, depth)
     for n_sublayers, stack in ((2 * depth, single), (3 * depth, decoder)):
         alpha, beta = deepnorm.alpha(stack, depth), deepnorm.beta(stack, depth)

@@ -187,14 +187,9 @@ def clipping(config: Make, **options: Any) -> Updater:
     return updater(config(optimizer=optimizer, placement="pre", init_std=0.3, **options))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"grad_accumulation": 4},
-        {"activation_checkpointing": True},
-        pytest.param({"compile": True}, marks=pytest.mark.untyped),
-    ],
-)
+@pytest.mark.untyped  # as in test_compiled_layers
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("options", [{"grad_accumulation": 4}, {"activation_checkpointing": True}, {"compile": True}])
 def test_largest_logits_are_those_of_the_whole_batch(
     options: dict[str, Any], config: Make, data: Data, monkeypatch: pytest.MonkeyPatch
 ):

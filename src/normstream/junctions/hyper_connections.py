@@ -123,7 +123,7 @@ class Mix(nn.Module):
 class StaticMix(Mix):
     """Static hyper-connections: A and b are parameters, ``[e_k | I]`` and 1 at the start.
 
-    Source: arXiv 2409.19606, section 2 and the pseudo-code of its appendix.
+    Source: arXiv 2409.19606, section 2 and algorithm 2.
 
     >>> StaticMix(n_streams=2, home=1).static_alpha.tolist()
     [[0.0, 1.0, 0.0], [1.0, 0.0, 1.0]]
@@ -184,7 +184,7 @@ class DynamicMix(Mix):
 
 def copies(stream_BTD: Tensor, n: int) -> Tensor:
     """n equal streams, (B, T, N, D)."""
-    return stream_BTD.unsqueeze(-2).expand(*stream_BTD.shape[:-1], n, -1)
+    return stream_BTD.unsqueeze(-2).repeat_interleave(n, dim=-2)
 
 
 def weighted(update_BTD: Tensor, beta_N: Tensor | None) -> Tensor:

@@ -6,6 +6,8 @@
 Shape suffixes: B batch, T sequence, N streams, D width, M = 1 + N columns of logits (p, then R).
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -31,7 +33,19 @@ def sinkhorn(logits_NN: Tensor, n_iterations: int, *, last: int) -> Tensor:
     for _ in range(n_iterations):
         matrix = matrix / matrix.sum(first, keepdim=True)
         matrix = matrix / matrix.sum(last, keepdim=True)
-    return matrix.movedim((0, 1), (-2, -1))
+    return _ContiguousGradient.apply(matrix).movedim((0, 1), (-2, -1))
+
+
+class _ContiguousGradient(torch.autograd.Function):
+    """The identity; its gradient comes back laid out as the forward pass is, for the same speed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gradient.contiguous()
 
 
 class ManifoldMix(Mix):
@@ -88,8 +102,8 @@ class PaperManifoldMix(ManifoldMix):
     logits are 3 at stream k and -3 elsewhere, R's 3 on the diagonal and -3 off it, b's 0 (b = 1). The norm has no
     gain, which W absorbs.
 
-    Source: arXiv 2512.24880, equations 7 to 9; the static values, the paper's appendix A.6 according to
-    PaddlePaddle/PaddleFleet#1849.
+    Source: arXiv 2512.24880; static values: its appendix A.6, according to PaddlePaddle/PaddleFleet#1849;
+    W = 0: the library.
 
     >>> mix = PaperManifoldMix(8, n_streams=2, home=0, n_iterations=20, eps=1e-5)
     >>> mix.dynamic_alpha.shape, mix.static_alpha.tolist()

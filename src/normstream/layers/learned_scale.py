@@ -13,7 +13,7 @@ class LearnedScale(nn.Module):
         start: s at the start.
         unit: what one step of w is worth. Adam moves w by about the learning rate, so s by ``unit`` times as much.
 
-    Shape: ``(..., dim)`` to ``(..., dim)``, same dtype. Source: nGPT, arXiv 2410.01131, section 2.5.
+    Shape: ``(..., dim)`` to ``(..., dim)``, same dtype. Source: nGPT, arXiv 2410.01131.
 
     >>> scale = LearnedScale(2, start=3.0, unit=6.0)
     >>> scale.weight.tolist(), scale(torch.ones(2)).tolist()

@@ -12,7 +12,7 @@ Constants = Literal["paper", "code"]
 
 
 def alpha(stack: Stack, n_layers: int) -> float:
-    """Factor of the residual, by the paper's table 1, for N encoder and M decoder blocks.
+    """Factor of the residual, for N encoder and M decoder blocks.
 
     A stack by itself (2N)^(1/4), the encoder of two 0.81 (N^4 M)^(1/16), their decoder (3M)^(1/4). N and M come
     from ``stack``, or are ``n_layers`` for a stack by itself.
@@ -36,7 +36,7 @@ def beta(stack: Stack, n_layers: int, constants: Constants = "paper") -> float:
     A stack by itself (8N)^(-1/4), the encoder of two 0.87 (N^4 M)^(-1/16), their decoder (12M)^(-1/4). The code has
     1.15 in the place of 0.87: it divides by the number that it should multiply with.
 
-    Source: DeepNet, table 1; microsoft/torchscale:torchscale/architecture/encoder.py and decoder.py.
+    Source: DeepNet, arXiv 2203.00555; microsoft/torchscale:torchscale/architecture/encoder.py and decoder.py.
 
     >>> encoder, decoder = Stack("encoder", 6, 6), Stack("decoder", 6, 6)
     >>> [round(beta(stack, n), 4) for stack, n in ((Stack(), 24), (encoder, 6), (decoder, 6))]

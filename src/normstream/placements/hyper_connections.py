@@ -111,7 +111,8 @@ class HyperConnections(HyperStreams):
 class ManifoldHyperConnections(HyperStreams):
     """mHC: hyper-connections whose mixing matrix is doubly stochastic and whose other weights are positive.
 
-    The streams can then neither explode nor cancel, however many matrices follow one another.
+    However many mixing matrices follow one another, their product neither blows the streams up nor cancels them. At the
+    start all streams are equal and receive the update itself: the model is Pre-Norm, up to the eps of the norms.
 
     >>> import torch
     >>> mix = ManifoldHyperConnections().junctions(dim=4, n_layers=1)[0].read.mix

@@ -134,7 +134,8 @@ class SiameseNormHybridPre(Siamese):
     )
     code: ClassVar[str] = "Qwen-Applications/SiameseNorm:OLMo_model_hybrid_pre.py"
     differs: ClassVar[str] = (
-        "paper: one formula for every sublayer, c = sqrt(l+1), read-out x + N(y); the defaults are the code's"
+        "paper: one formula for every sublayer, c = sqrt(l+1), read-out x + N(y); the defaults are the code's, whose "
+        "own way to a first block as in HybridNorm* crashes (first_block=pre is what it intends)"
     )
     inner: ClassVar[Inner] = replace(NOTHING_INNER, qk="model", v="model")
     init: ClassVar[InitScheme] = "megatron_full"
@@ -177,7 +178,7 @@ class SiameseDepthAttention(SiameseNormHybridPre):
     code: ClassVar[str] = "franksfc/archspace:Megatron-LM/src/modeling/olmo3_siamese_depth.py"
     differs: ClassVar[str] = (
         "against the released hybrid-pre: no norm on the values, Q and K normed over all heads together, each with a "
-        "full-width gain, and matrices that start without depth scaling, which the port cuts at 3 standard deviations"
+        "full-width gain, matrices that start without depth scaling (in the port from a truncated normal, here uncut)"
     )
     inner: ClassVar[Inner] = replace(
         NOTHING_INNER, qk="model", qk_statistics="all_heads", qk_gain="per_head", link="depth"

@@ -1,8 +1,8 @@
 """Stopping in order: SIGTERM, Ctrl-C and a closed terminal let the running update finish, then a checkpoint is saved.
 
 A process that is stopped this way exits with 128 + the signal's number: 143 after SIGTERM, 130 after Ctrl-C, 129 after
-SIGHUP, which Windows lacks and nohup switches off. A second Ctrl-C stops at once, without a checkpoint; a second SIGHUP,
-which a closing shell may well send, changes nothing.
+SIGHUP, which Windows lacks and nohup switches off. A second Ctrl-C stops at once, without a checkpoint; a second
+SIGHUP, which a closing shell may well send, changes nothing.
 """
 
 import os

@@ -21,7 +21,7 @@ from normstream.lab.theory.probe import (
     output_jacobians,
     run,
 )
-from normstream.lab.theory.xiong import SimplifiedModel, draw
+from normstream.lab.theory.xiong import SimplifiedModel, draw, random_numbers
 from normstream.models import DecoderLM
 
 Measured = dict[str, Any]
@@ -35,7 +35,7 @@ def simplified(
         placement, dim=config.dim, n_layers=n_layers, ffn_dim=config.ffn_dim, output_matrix=output_matrix
     ).to(config.torch_dtype)
     draw(model, seed)
-    generator = torch.Generator().manual_seed(seed)
+    generator = random_numbers("inputs", seed)
     inputs = torch.randn(1, tokens, config.dim, generator=generator, dtype=config.torch_dtype)
 
     def loss(hidden: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ def decoder(placement: str, n_layers: int, seed: int, config: TheoryConfig) -> S
     """A real decoder on random tokens; the loss is cross-entropy with random targets, the mean over positions."""
     model = DecoderLM(config.decoder(placement, n_layers)).to(config.torch_dtype)
     initialize(model, seed)
-    generator = torch.Generator().manual_seed(seed)
+    generator = random_numbers("inputs", seed)
     inputs, targets = torch.randint(model.config.vocab_size, (2, 1, config.tokens), generator=generator)
 
     def loss(hidden: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ def measure(placement: str, n_layers: int, config: TheoryConfig) -> Measured:
     samples = []
     for seed in config.seeds:
         one = subject(placement, n_layers, seed, config)
-        generator = torch.Generator().manual_seed(seed)
+        generator = random_numbers("probes", seed)
         trace = run(one, lambda embedding: embedding.requires_grad_())
         samples.append(
             {

@@ -61,20 +61,13 @@ def last_gradient_ratio(square: float, growth: float) -> float:
     return math.sqrt((1 + growth) / square)
 
 
-def deepnorm_constants(n_layers: int) -> tuple[float, float]:
-    """DeepNorm's alpha = (2N)^(1/4) and beta = (8N)^(-1/4) for one stack of N blocks.
-
-    >>> [round(value, 3) for value in deepnorm_constants(6)]
-    [1.861, 0.38]
-    """
-    return (2 * n_layers) ** 0.25, (8 * n_layers) ** -0.25
-
-
 def update_bound(n_layers: int, alpha: float, beta: float) -> float:
     """2N (v^2 + w^2) / alpha^2 with v = w = beta: DeepNet's bound on the first model update, up to a constant.
 
-    >>> round(update_bound(100, *deepnorm_constants(100)), 12), update_bound(100, 1.0, 1.0)
-    (1.0, 400.0)
+    DeepNorm's constants make it 1, those of Post-Norm 4N.
+
+    >>> round(update_bound(8, alpha=16**0.25, beta=64**-0.25), 12), update_bound(8, alpha=1.0, beta=1.0)
+    (1.0, 32.0)
     """
     return 2 * n_layers * 2 * beta**2 / alpha**2
 

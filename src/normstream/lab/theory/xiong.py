@@ -8,6 +8,7 @@ Shape suffixes: B batch, T sequence, D width.
 """
 
 import math
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 from normstream import placements
 from normstream.layers import Context, FeedForward, Layer, Parallel
 from normstream.norms import NormConfig
-from normstream.placements import Placement
+from normstream.placements import Placement, Stack
+from normstream.placements.deepnorm import beta
 
 EXACT_LAYER_NORM = NormConfig(kind="layer", eps=0.0, bias=True)
 
@@ -94,7 +96,7 @@ def draw(model: SimplifiedModel, seed: int) -> None:
     >>> round(model.lm_head.weight.var().item() * 64, 1)
     1.0
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = random_numbers("weights", seed)
     n_layers = len(model.layers)
     _draw(model.lm_head, 1.0, generator)
     for index, layer in enumerate(model.layers):
@@ -108,13 +110,23 @@ def draw(model: SimplifiedModel, seed: int) -> None:
             reset()
 
 
-def branch_gain(placement: Placement, n_layers: int) -> float:
-    """DeepNorm's beta = (8 L)^(-1/4) for a recipe that initializes so, 1 for every other.
+def random_numbers(purpose: Literal["weights", "inputs", "probes"], seed: int) -> torch.Generator:
+    """A generator for each purpose: a probe that repeats the numbers of the input would be no random probe.
 
-    >>> branch_gain(placements.get("post"), 6)
-    1.0
+    >>> one, other = random_numbers("weights", 0), random_numbers("inputs", 0)
+    >>> one.initial_seed() == other.initial_seed()
+    False
     """
-    return (8 * n_layers) ** -0.25 if placement.init == "deepnorm" else 1.0
+    return torch.Generator().manual_seed(3 * seed + ("weights", "inputs", "probes").index(purpose))
+
+
+def branch_gain(placement: Placement, n_layers: int) -> float:
+    """DeepNorm's beta for a recipe that starts so, 1 for every other.
+
+    >>> branch_gain(placements.get("post"), 2), branch_gain(placements.get("deepnorm"), 2)
+    (1.0, 0.5)
+    """
+    return beta(Stack(), n_layers) if placement.init == "deepnorm" else 1.0
 
 
 def _draw(matrix: nn.Module, gain: float, generator: torch.Generator) -> None:

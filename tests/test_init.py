@@ -1,5 +1,6 @@
 """Initialization schemes, and what their values depend on."""
 
+import hashlib
 import math
 from dataclasses import replace
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from normstream.init import initialize
+from normstream.init import SCHEMES, initialize
 from normstream.layers.inner import Inner
 from normstream.models import DecoderConfig, DecoderLM
 from normstream.norms import NormConfig
@@ -96,10 +97,10 @@ def test_the_scheme_of_the_placement(placement, cut):
     assert (largest <= 3 * STD * (1 + 1e-6)) == cut
 
 
-@pytest.mark.parametrize("scheme", ["plain", "gpt2", "megatron_full"])
+@pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_model_built_on_the_meta_device_gets_the_same_values(scheme, tied):
-    config = replace(CONFIG, placement="siamese_hybrid_pre", init=scheme, tied=tied)
+    config = replace(CONFIG, placement="siamese_hybrid_pre", init=scheme, tied=tied, n_layers=3)
     with torch.device("meta"):
         late = DecoderLM(config)
     late = late.to_empty(device="cpu")
@@ -114,7 +115,7 @@ def test_a_model_built_on_the_meta_device_gets_the_same_values(scheme, tied):
     assert torch.equal(early(row), late(row))
 
 
-@pytest.mark.parametrize("scheme", ["plain", "gpt2", "megatron_full"])
+@pytest.mark.parametrize("scheme", SCHEMES)
 def test_sublayers_start_equal_under_every_placement(scheme):
     models = [build(placement=p, init=scheme) for p in ("pre", "post", "siamese", "siamese(depth_scale=paper)")]
     models.append(build(placement="siamese_hybrid_pre", init=scheme))
@@ -123,6 +124,23 @@ def test_sublayers_start_equal_under_every_placement(scheme):
         weights = matrices(model)
         assert weights.keys() == reference.keys()
         assert all(torch.equal(weights[name], reference[name]) for name in reference)
+
+
+def test_values_come_from_the_seed_and_the_name_to_the_last_bit():
+    """Fixed for good: a new version must not start an old configuration anew."""
+    models = {scheme: build(seed=5, init=scheme) for scheme in ("plain", "gpt2", "megatron_full")}
+    for name in ("tok_embeddings", "layers.3.attention.wv", "layers.7.feed_forward.w_down"):
+        digest = hashlib.sha256(f"5:{name}.weight".encode()).digest()
+        for scheme, model in models.items():
+            std = BRANCH if scheme != "plain" and name.endswith("w_down") else STD
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big", signed=True))
+            weight = model.get_parameter(f"{name}.weight")
+            if scheme == "megatron_full":
+                cut = (-3 * std, 3 * std)
+                expected = torch.nn.init.trunc_normal_(torch.empty(weight.shape), 0.0, std, *cut, generator=generator)
+            else:
+                expected = torch.empty(weight.shape).normal_(0.0, std, generator=generator)
+            assert torch.equal(weight, expected), (scheme, name)
 
 
 def test_the_seed_decides_and_nothing_else():

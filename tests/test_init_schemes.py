@@ -299,7 +299,8 @@ def test_biases(scheme):
 
 def test_gain_init_is_the_effective_gain_of_every_norm():
     x = torch.tensor([[1.0, -1.0] * 32])
-    for gain, stored in (("plain", 0.125), ("zero_centered", -0.875)):
+    cases: list[tuple[Any, float]] = [("plain", 0.125), ("zero_centered", -0.875)]
+    for gain, stored in cases:
         model = build(placement="peri", norm=NormConfig(gain=gain, gain_init=0.125, eps=0.0))
         norm = model.layers[0].after_attention.join.norm_out
         assert norm.weight.tolist() == [stored] * 64

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from normstream.junctions import DeepNormJoin, Join
+from normstream.junctions import DeepNormJoin, Join, PreNormRead, Read
 from normstream.placements.placement import Build, InitScheme, Slot, Stack
 from normstream.placements.registry import register
 from normstream.placements.single_stream import PostNorm

@@ -8,7 +8,7 @@ Shape suffixes: B batch, T sequence, D width.
 """
 
 import math
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,8 @@ from normstream.norms import NormConfig
 from normstream.placements import Placement, Stack
 from normstream.placements.deepnorm import beta
 
+Purpose = Literal["weights", "inputs", "probes", "draws"]
+PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
 EXACT_LAYER_NORM = NormConfig(kind="layer", eps=0.0, bias=True)
 
 
@@ -98,26 +100,27 @@ def draw(model: SimplifiedModel, seed: int) -> None:
     """
     generator = random_numbers("weights", seed)
     n_layers = len(model.layers)
-    _draw(model.lm_head, 1.0, generator)
+    draw_linear(model.lm_head, 1.0, generator)
     for index, layer in enumerate(model.layers):
         gain = branch_gain(model.placement.at(index), n_layers)
         for module in layer.modules():
             if isinstance(module, MeanAttention | FeedForward):
                 for matrix in module.children():
-                    _draw(matrix, gain, generator)
+                    if isinstance(matrix, nn.Linear):
+                        draw_linear(matrix, gain, generator)
     for module in model.modules():
         if not isinstance(module, nn.Linear) and callable(reset := getattr(module, "reset_parameters", None)):
             reset()
 
 
-def random_numbers(purpose: Literal["weights", "inputs", "probes"], seed: int) -> torch.Generator:
+def random_numbers(purpose: Purpose, seed: int) -> torch.Generator:
     """A generator for each purpose: a probe that repeats the numbers of the input would be no random probe.
 
     >>> one, other = random_numbers("weights", 0), random_numbers("inputs", 0)
     >>> one.initial_seed() == other.initial_seed()
     False
     """
-    return torch.Generator().manual_seed(3 * seed + ("weights", "inputs", "probes").index(purpose))
+    return torch.Generator().manual_seed(4 * seed + PURPOSES.index(purpose))
 
 
 def branch_gain(placement: Placement, n_layers: int) -> float:
@@ -129,7 +132,7 @@ def branch_gain(placement: Placement, n_layers: int) -> float:
     return beta(Stack(), n_layers) if placement.init == "deepnorm" else 1.0
 
 
-def _draw(matrix: nn.Module, gain: float, generator: torch.Generator) -> None:
-    if isinstance(matrix, nn.Linear):
-        std = gain * math.sqrt(2 / (matrix.in_features + matrix.out_features))
-        matrix.weight.normal_(0.0, std, generator=generator)
+@torch.no_grad()
+def draw_linear(matrix: nn.Linear, gain: float, generator: torch.Generator) -> None:
+    """Gaussian Xavier, ``N(0, 2 gain^2 / (n_in + n_out))``."""
+    matrix.weight.normal_(0.0, gain * math.sqrt(2 / (matrix.in_features + matrix.out_features)), generator=generator)

@@ -88,6 +88,7 @@ def test_a_range_of_blocks_has_its_own_joins_and_reads():
     ("spec", "words"),
     [
         ("pre:0-1,siamese:2-", ["streams", "x, y"]),
+        ("hyper_connections(n_streams=2):0-1,mhc:2-", ["2 streams", "4 streams"]),
         ("post:0-1,pre:3-", ["block 2", "pre:3-"]),
         ("post:0-2,pre:2-", ["block 3", "pre:2-"]),
         ("post:1-2,pre:3-", ["block 0", "post:1-2"]),

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from normstream.lab.style import join_words, label, number, rate
+from normstream.lab.matrix import has_many, matrix
+from normstream.lab.style import FAMILIAR, join_words, label, number, ordinal, rate
 from normstream.lab.summary import COLLAPSE_MEANING, spread
 
 Run = dict[str, Any]
@@ -82,6 +83,8 @@ def conclusion(summary: dict[str, Any]) -> str:
 def sentences(summary: dict[str, Any]) -> list[str]:
     """Return the conclusion sentence by sentence; the first is the headline."""
     cells = finished_cells(summary["runs"])
+    if has_many(summary):
+        return of_many(cells, summary)
     said = headline(cells, summary)
     if len({cell.lr for cell in cells}) > 1 or len({cell.placement for cell in cells}) > 2:
         for lr in sorted({cell.lr for cell in cells}):
@@ -201,6 +204,78 @@ def broken(runs: list[Run], verb: str, happened: Callable[[Run], bool]) -> list[
         if places:
             said.append(f"{label(placement)} {verb} {join_words(places).replace('at ', 'at learning rate ', 1)}.")
     return said
+
+
+def of_many(cells: list[Cell], summary: dict[str, Any]) -> list[str]:
+    """The conclusion when there are too many placements to name each: the best, the familiar, and counts of the rest.
+
+    Learning rates at which a seed of a placement failed are not taken for its best, unless hardly any are left.
+    """
+    runs = finished(summary["runs"])
+    failed = {(run["placement"], run["lr"]) for run in runs if run["diverged"] or run["collapsed"]}
+    sound = [cell for cell in cells if (cell.placement, cell.lr) not in failed and math.isfinite(cell.mean)]
+    kept = sound if len({cell.placement for cell in sound}) > 1 else cells
+    said = headline(kept, summary)[:1] + standings(kept, summary)
+    if runs:
+        said += [*failures(summary, "diverged"), *failures(summary, "collapsed")] or ["No run diverged or collapsed."]
+    return said + stable_rates(summary) + missing(summary["runs"])
+
+
+def standings(cells: list[Cell], summary: dict[str, Any]) -> list[str]:
+    """Name the three lowest losses, each placement at its best rate, and say where the familiar placements stand."""
+    best: dict[str, Cell] = {}
+    for cell in fair(cells):
+        best.setdefault(cell.placement, cell)
+    if len(best) < 4:
+        return []
+    several = len({run["lr"] for run in summary["runs"]}) > 1
+    where = {name: f" at {rate(cell.lr)}" if several else "" for name, cell in best.items()}
+    top = [best[name].describe() + where[name] for name in list(best)[:3]]
+    said = [f"The three lowest of {len(best)}{', each at its best rate' if several else ''}: {join_words(top)}."]
+    places = {name: i for i, name in enumerate(best, 1)}
+    stands = [
+        f"{best[name].label} is {ordinal(places[name])} ({number(best[name].mean)}{where[name]})"
+        for name in FAMILIAR
+        if name in best
+    ]
+    return said + ([f"{join_words(stands)}."] if stands else [])
+
+
+def failures(summary: dict[str, Any], verb: str) -> list[str]:
+    """Count the placements to which it happened, by learning rate; few are named."""
+    runs = finished(summary["runs"])
+    hit = {(run["placement"], run["lr"]) for run in runs if run[verb]}
+    names = {placement for placement, _ in hit}
+    if not names:
+        return []
+    if len(names) <= 3:
+        said = broken(runs, verb, lambda run: run[verb])
+    else:
+        at = {lr: sum(lr == other for _, other in hit) for lr in sorted({lr for _, lr in hit})}
+        rates = [f"{n} at {rate(lr)}" for lr, n in at.items()]
+        seeds = "" if len(summary["seeds"]) == 1 else " in at least one seed"
+        said = [f"{len(names)} placements {verb}{seeds}: {join_words(rates)}."]
+    if verb == "collapsed":
+        said[-1] += f" Collapsed means: {COLLAPSE_MEANING}, {number(summary['data']['unigram_loss'])}."
+    return said
+
+
+def stable_rates(summary: dict[str, Any]) -> list[str]:
+    """Say how many placements train without a failure up to which learning rate; few, and the familiar, are named."""
+    rows = [row for row in matrix(summary).rows if any(row.cells)]
+    if len(summary["lrs"]) == 1 or not rows:
+        return []
+    groups: dict[float | None, list[str]] = {}
+    for row in sorted(rows, key=lambda row: -(row.stable_rate or 0.0)):
+        groups.setdefault(row.stable_rate, []).append(row.placement)
+    said = []
+    for stable, names in groups.items():
+        familiar = [label(name) for name in FAMILIAR if name in names]
+        who = join_words([label(name) for name in names]) if len(names) <= 3 else f"{len(names)} placements"
+        if len(names) > 3 and familiar:
+            who += f" (with {join_words(familiar)})"
+        said.append(f"{'none' if stable is None else rate(stable)} for {who}")
+    return [f"The largest rate without a failure, there or at a smaller one, is {'; '.join(said)}."]
 
 
 def missing(runs: list[Run]) -> list[str]:

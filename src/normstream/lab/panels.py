@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from normstream.lab.style import Look, join_words, rate, short
+from normstream.lab.style import GREY, Look, join_words, rate, short
 from normstream.lab.svg import INK, PAPER, draw
 
 Points = dict[int | float, float]  # from a step or layer to a value
@@ -113,12 +113,31 @@ def picture(
     panels = []
     for lr, own in lines.items():
         heading = f"learning rate {rate(lr)}"
-        ends = [f"{line.key.label} {short(list(line.over_seeds(fmean).values())[-1])}" for line in own]
-        description = f"{title}, {heading}: {y.name} by {x}; at the right end {join_words(ends)}."
+        description = f"{title}, {heading}: {y.name} by {x}; at the right end {join_words(right_ends(own))}."
         svg = draw(f"{name}-{rate(lr)}", description, lambda axes, own=own: paint(axes, own, x, y, limits, bands))
         panels.append(Panel(heading, svg))
-    keys = dict.fromkeys(line.key for own in lines.values() for line in own)
+    drawn = [line for own in lines.values() for line in own]
+    keys = list(dict.fromkeys(line.key for line in drawn if not line.look.quiet))
+    if quiet := {line.look.label for line in drawn if line.look.quiet}:
+        keys.append(others(len(quiet)))
     return Picture(name, title, explanation, tuple(keys), tuple(panels))
+
+
+def others(n: int) -> Key:
+    """The legend entry of all quiet placements.
+
+    >>> others(23).label
+    '23 others'
+    """
+    return Key(f"{n} other" if n == 1 else f"{n} others", GREY)
+
+
+def right_ends(lines: Sequence[Line]) -> list[str]:
+    """Say in words where the lines end; of the quiet ones only between which values."""
+    last = [list(line.over_seeds(fmean).values())[-1] for line in lines]
+    said = [f"{line.key.label} {short(v)}" for line, v in zip(lines, last, strict=True) if not line.look.quiet]
+    rest = [v for line, v in zip(lines, last, strict=True) if line.look.quiet]
+    return said + ([f"all other lines between {short(min(rest))} and {short(max(rest))}"] if rest else [])
 
 
 def common_limits(lines: Lines, log: bool) -> Limits:
@@ -149,7 +168,12 @@ def paint(axes: Axes, lines: Sequence[Line], x: str, y: Axis, limits: Limits, ba
     scale(axes, y, limits)
     if y.mark is not None:
         axes.axhline(y.mark, color=INK, linewidth=1, linestyle=(0, (1, 2)))
-    for i, line in enumerate(lines):
+    loud = [line for line in lines if not line.look.quiet]
+    for line in lines:
+        if line.look.quiet:
+            middle = line.over_seeds(fmean)
+            axes.plot(list(middle), list(middle.values()), color=GREY, linewidth=0.9, alpha=0.55)
+    for i, line in enumerate(loud):
         middle = line.over_seeds(fmean)
         low, high = line.over_seeds(min), line.over_seeds(max)
         colour = line.look.colour
@@ -158,7 +182,7 @@ def paint(axes: Axes, lines: Sequence[Line], x: str, y: Axis, limits: Limits, ba
         every = max(1, len(middle) // 6)
         axes.plot(
             list(middle), list(middle.values()), color=colour, linestyle=DASHES[line.dash % len(DASHES)],
-            marker=line.look.marker, markevery=(i * every // max(len(lines), 1) % every, every), markeredgecolor=PAPER,
+            marker=line.look.marker, markevery=(i * every // max(len(loud), 1) % every, every), markeredgecolor=PAPER,
             markeredgewidth=0.6,
         )  # fmt: skip
     axes.set_xlabel(x)

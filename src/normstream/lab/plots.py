@@ -3,9 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from normstream.lab.matrix import chosen_looks
 from normstream.lab.panels import DEPTH, Axis, Limits, Picture, Points, by_rate, floor, merge, picture, values
 from normstream.lab.rate_plot import loss_by_rate
-from normstream.lab.style import Look, looks, number, rate
+from normstream.lab.style import Look, number, rate
 from normstream.lab.summary import SPIKE_MEANING
 
 Run = dict[str, Any]
@@ -19,7 +20,7 @@ def pictures(summary: dict[str, Any]) -> list[Picture]:
     []
     """
     runs = [run for run in summary["runs"] if run["status"] == "finished"]
-    look_of = looks(list(dict.fromkeys(run["placement"] for run in summary["runs"])))
+    look_of = chosen_looks(summary)
     unigram_loss = summary["data"]["unigram_loss"]
     drawn = [
         validation_loss(runs, look_of, unigram_loss),

@@ -8,8 +8,8 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from normstream.lab.panels import Key, Limits, Panel, Picture
-from normstream.lab.style import Look, join_words, number, rate
+from normstream.lab.panels import Key, Limits, Panel, Picture, others
+from normstream.lab.style import GREY, Look, join_words, number, rate
 from normstream.lab.summary import COLLAPSE_MEANING
 from normstream.lab.svg import INK, PAPER, draw
 
@@ -33,17 +33,20 @@ class End:
 def loss_by_rate(
     runs: Sequence[Run], look_of: Mapping[str, Look], unigram_loss: float | None, limits: Limits
 ) -> Picture | None:
-    """Draw the mean final validation loss of each placement against learning rate."""
+    """Draw the mean final validation loss of each placement against learning rate; many need several to be lines."""
+    if any(look.quiet for look in look_of.values()) and len({run["lr"] for run in runs}) == 1:
+        return None
     rows = [found for placement in look_of if (found := ends(runs, placement, look_of[placement], limits))]
     if not rows:
         return None
-    said = [f"{end.look.label} {number(end.mean)} at {rate(end.lr)}" for row in rows for end in row]
+    loud = [row for row in rows if not row[0].look.quiet]
+    said = [f"{end.look.label} {number(end.mean)} at {rate(end.lr)}" for row in loud for end in row]
     title = "Final validation loss by learning rate"
     svg = draw("loss-by-rate", f"{title}: {join_words(said)}.", lambda axes: paint(axes, rows, unigram_loss, limits))
-    keys = tuple(Key(row[0].look.label, row[0].look.colour, row[0].look.marker) for row in rows)
-    return Picture(
-        "loss-by-rate", title, explain({end.failure for row in rows for end in row}), keys, (Panel("", svg),)
-    )
+    keys = [Key(row[0].look.label, row[0].look.colour, row[0].look.marker) for row in loud]
+    keys += [others(len(rows) - len(loud))] if len(rows) > len(loud) else []
+    explanation = explain({end.failure for row in loud for end in row})
+    return Picture("loss-by-rate", title, explanation, tuple(keys), (Panel("", svg),))
 
 
 def ends(runs: Sequence[Run], placement: str, look: Look, limits: Limits) -> list[End]:
@@ -78,8 +81,12 @@ def paint(axes: Axes, rows: Sequence[Sequence[End]], unigram_loss: float | None,
         axes.axhline(unigram_loss, color=INK, linewidth=1, linestyle=(0, (1, 2)))
     rates = sorted({end.lr for row in rows for end in row})
     width = 1.44 * rates[-1] / rates[0]
-    for i, row in enumerate(rows):
-        beside = width ** (0.025 * (i - (len(rows) - 1) / 2))  # no point hides another
+    loud = [row for row in rows if not row[0].look.quiet]
+    for row in rows:
+        if row[0].look.quiet:
+            axes.plot([end.lr for end in row], [end.mean for end in row], color=GREY, linewidth=0.9, alpha=0.55)
+    for i, row in enumerate(loud):
+        beside = width ** (0.025 * (i - (len(loud) - 1) / 2))  # no point hides another
         axes.plot([end.lr * beside for end in row], [end.mean for end in row], color=row[0].look.colour)
         for end in row:
             bar = [min(end.losses), max(end.losses)]

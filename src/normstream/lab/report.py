@@ -3,14 +3,15 @@
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from normstream.lab.conclusion import sentences
+from normstream.lab.matrix import chosen_looks, has_many, matrix, sound
 from normstream.lab.panels import Key
 from normstream.lab.plots import pictures
-from normstream.lab.style import duration, label, looks, number, rate, short
-from normstream.lab.summary import COLLAPSE_MEANING, SPIKE_MEANING, table
+from normstream.lab.style import duration, label, number, rate, short
+from normstream.lab.summary import COLLAPSE_MEANING, DIVERGED_MEANING, SPIKE_MEANING, STABLE_MEANING, table
 from normstream.training.files import write_text
 
 
@@ -21,6 +22,29 @@ def write_report(summary: dict[str, Any], path: Path) -> None:
 
 def render(summary: dict[str, Any]) -> str:
     """Return the report as HTML; the same summary gives the same text."""
+    headline, *details = sentences(summary)
+    rows = table(summary)
+    return page("report.html.j2").render(
+        version=summary["normstream"],
+        summary=summary,
+        headline=headline,
+        details=details,
+        rates=rows_by_rate(rows),
+        matrix=matrix(summary) if has_many(summary) and rows else None,
+        sound=sound,
+        colours={placement: look.colour for placement, look in chosen_looks(summary).items()},
+        pictures=pictures(summary),
+        parameters=parameter_counts(summary),
+        settings=sorted(flatten(summary["config"])),
+        spike_meaning=SPIKE_MEANING,
+        collapse_meaning=COLLAPSE_MEANING,
+        diverged_meaning=DIVERGED_MEANING,
+        stable_meaning=STABLE_MEANING,
+    )
+
+
+def page(template: str) -> Template:
+    """A template of this folder with the lab's filters; it extends ``page.html.j2``, the look of every report."""
     environment = Environment(
         loader=PackageLoader("normstream.lab", "."),
         autoescape=True,
@@ -31,25 +55,7 @@ def render(summary: dict[str, Any]) -> str:
     environment.filters.update(
         label=label, number=number, rate=rate, short=short, duration=duration, swatch=swatch, thousands="{:,}".format
     )
-    headline, *details = sentences(summary)
-    rows = table(summary)
-    return environment.get_template("report.html.j2").render(
-        summary=summary,
-        headline=headline,
-        details=details,
-        rates=rows_by_rate(rows),
-        colours={placement: look.colour for placement, look in looks(all_placements(summary)).items()},
-        pictures=pictures(summary),
-        parameters=parameter_counts(summary),
-        settings=sorted(flatten(summary["config"])),
-        spike_meaning=SPIKE_MEANING,
-        collapse_meaning=COLLAPSE_MEANING,
-    )
-
-
-def all_placements(summary: dict[str, Any]) -> list[str]:
-    """The placements of a summary, each once, in the order of its runs."""
-    return list(dict.fromkeys(run["placement"] for run in summary["runs"]))
+    return environment.get_template(template)
 
 
 def rows_by_rate(rows: list[dict[str, Any]]) -> list[tuple[float, list[dict[str, Any]]]]:
@@ -94,7 +100,7 @@ SHAPES = {
     ">": '<path d="M20.4 6 12.6 1.6v8.8z"/>',
     "P": '<path d="M14.4 1.8h3.2v2.6h2.6v3.2h-2.6v2.6h-3.2v-2.6h-2.6V4.4h2.6z"/>',
     "X": '<path d="m12.2 4 2-2L16 3.8 17.8 2l2 2L18 6l1.8 2-2 2L16 8.2 14.2 10l-2-2L14 6z"/>',
-    "h": '<path d="M16 1.6 19.8 3.8v4.4L16 10.4l-3.8-2.2V3.8z"/>',
+    "": "",
 }
 STROKES = ("none", "5 3", "1.5 2.5", "7 2 1.5 2")
 
@@ -103,4 +109,4 @@ def swatch(key: Key) -> Markup:
     """Draw the line and marker of a legend entry."""
     line = f'<path d="M1 6H31" stroke="{key.colour}" stroke-width="2.4" stroke-dasharray="{STROKES[key.dash % 4]}"/>'
     attributes = f'class="swatch" viewBox="0 0 32 12" aria-hidden="true" fill="{key.colour}"'
-    return Markup(f"<svg {attributes}>{line}{SHAPES[key.marker]}</svg>")
+    return Markup(f"<svg {attributes}>{line}{SHAPES.get(key.marker, '')}</svg>")

@@ -1,26 +1,32 @@
 """How placements and numbers look everywhere in the lab: one name, one colour, one marker for each placement."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 from normstream import placements
 
 SHORT_TITLES = {"siamese": "SiameseNorm"}
+MANY = 8
+"""More placements than this are not all told apart by colour, nor all named in a sentence."""
+FAMILIAR = ("pre", "post", "siamese")
+"""Placements that readers look for first, however many others there are."""
 
 # Okabe and Ito's colour-blind safe hues, darkened until each has a contrast of at least 3:1 on white.
 COLOURS = {"pre": "#0072b2", "post": "#d96c00", "siamese": "#008f6b", "siamese_hybrid_pre": "#b0508c"}
-SPARE_COLOURS = ("#2a92cf", "#8c6d00", "#7a5cc0", "#6b7280", "#a3423c", "#4d7c0f")
+SPARE_COLOURS = ("#2a92cf", "#8c6d00", "#7a5cc0", "#a3423c", "#4d7c0f")
+GREY = "#87919b"
 MARKERS = {"pre": "o", "post": "s", "siamese": "D", "siamese_hybrid_pre": "^"}
-SPARE_MARKERS = ("v", "P", "X", "<", ">", "h")
+SPARE_MARKERS = ("v", "P", "X", "<", ">")
 
 
 @dataclass(frozen=True)
 class Look:
-    """The colour and marker of one placement in every picture."""
+    """The colour and marker of one placement in every picture; a quiet one is a thin grey line without a marker."""
 
     label: str
     colour: str
     marker: str
+    quiet: bool = False
 
 
 def label(placement: str) -> str:
@@ -39,20 +45,34 @@ def label(placement: str) -> str:
     return f"{title[:-1]}, {options}" if title.endswith(")") else f"{title} ({options}"
 
 
-def looks(specs: Sequence[str]) -> dict[str, Look]:
+def looks(specs: Sequence[str], loud: Container[str] | None = None) -> dict[str, Look]:
     """Give every placement its colour and marker; those without a fixed one take the spare ones in order.
+
+    Up to eight placements differ in both. With `loud`, every placement that is not in it is quiet.
 
     >>> looks(["pre", "my_own"])["my_own"].colour
     '#2a92cf'
     """
-    unnamed = [spec for spec in specs if spec not in COLOURS]
-    order = {placement: i % len(SPARE_COLOURS) for i, placement in enumerate(unnamed)}
+    shown = [spec for spec in specs if loud is None or spec in loud]
+    unused = [spec for spec in COLOURS if spec not in shown]
+    free = [*zip(SPARE_COLOURS, SPARE_MARKERS, strict=True), *((COLOURS[spec], MARKERS[spec]) for spec in unused)]
+    unnamed = [spec for spec in shown if spec not in COLOURS]
+    own = {spec: (COLOURS[spec], MARKERS[spec]) for spec in shown if spec in COLOURS}
+    own |= {spec: free[i % len(free)] for i, spec in enumerate(unnamed)}
     return {
-        p: Look(label(p), COLOURS[p], MARKERS[p])
-        if p in COLOURS
-        else Look(label(p), SPARE_COLOURS[order[p]], SPARE_MARKERS[order[p]])
-        for p in specs
+        spec: Look(label(spec), *own[spec]) if spec in own else Look(label(spec), GREY, "", quiet=True)
+        for spec in specs
     }
+
+
+def ordinal(n: int) -> str:
+    """Write a place in a ranking.
+
+    >>> ordinal(1), ordinal(12), ordinal(23)
+    ('1st', '12th', '23rd')
+    """
+    last = 0 if n % 100 in (11, 12, 13) else n % 10
+    return str(n) + {1: "st", 2: "nd", 3: "rd"}.get(last, "th")
 
 
 def rate(lr: float) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from normstream.training.divergence import COLLAPSE_MARGIN
+from normstream.training.divergence import WINDOW as LAST
 from normstream.training.files import read_json, write_json, write_text
 from normstream.training.metrics import finite
 from normstream.training.spikes import DEVIATIONS, MIN_VALUES, WINDOW
@@ -14,6 +15,13 @@ from normstream.training.spikes import DEVIATIONS, MIN_VALUES, WINDOW
 FORMAT = 1
 COLLAPSE_MEANING = (
     f"the final validation loss is not {COLLAPSE_MARGIN:g} below that of knowing only how frequent each token is"
+)
+DIVERGED_MEANING = (
+    f"the loss or the gradient norm is not finite, or the mean of the last {LAST} training losses lies above the larger "
+    "of the first loss and that of a uniform guess"
+)
+STABLE_MEANING = (
+    "the largest learning rate tried at which, and at every smaller one tried, no seed diverged or collapsed"
 )
 SPIKE_MEANING = (
     f"a step whose training loss lies more than {DEVIATIONS:g} standard deviations above the mean of the steps before "
@@ -90,43 +98,6 @@ def largest_stable_rate(rows: list[dict[str, Any]]) -> float | None:
             break
         stable = row["lr"]
     return stable
-
-
-def markdown_table(summary: dict[str, Any]) -> str:
-    """The final validation losses, a row for each placement and a column for each learning rate, as Markdown.
-
-    A cell is the mean over seeds and, after the sign, the standard deviation; a placement that diverged or collapsed
-    says in how many seeds. The last column is ``largest_stable_rate``.
-
-    >>> run = {"placement": "pre", "lr": 0.01, "seed": 0, "status": "finished", "diverged": False, "collapsed": True}
-    >>> run |= {"parameters": 1} | dict.fromkeys(NUMERIC, 2.0)
-    >>> print(markdown_table({"lrs": [0.01], "runs": [run]}))
-    | placement | parameters | 0.01 | largest stable rate |
-    |---|---|---|---|
-    | `pre` | 1 | 2.000, collapsed in 1 of 1 | none |
-    """
-    rows = table(summary)
-    lines = ["| placement | parameters | " + " | ".join(f"{lr:g}" for lr in summary["lrs"])]
-    lines[0] += " | largest stable rate |"
-    lines.append("|---" * (3 + len(summary["lrs"])) + "|")
-    for placement in dict.fromkeys(row["placement"] for row in rows):
-        own = {row["lr"]: row for row in rows if row["placement"] == placement}
-        cells = [_markdown_cell(own[lr]) if lr in own else "-" for lr in summary["lrs"]]
-        parameters = next(iter(own.values()))["parameters"]
-        stable = largest_stable_rate(list(own.values()))
-        cells.append("none" if stable is None else f"{stable:g}")
-        lines.append(f"| `{placement}` | {parameters:,} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def _markdown_cell(row: dict[str, Any]) -> str:
-    words = ["-" if row["val_loss_mean"] is None else f"{row['val_loss_mean']:.3f}"]
-    if row["val_loss_std"] is not None:
-        words[0] += f" ± {row['val_loss_std']:.3f}"
-    for kind in ("diverged", "collapsed"):
-        if row[f"n_{kind}"]:
-            words.append(f"{kind} in {row[f'n_{kind}']} of {row['n_seeds']}")
-    return ", ".join(words)
 
 
 def write_summary(summary: dict[str, Any], folder: Path) -> None:

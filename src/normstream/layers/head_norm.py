@@ -124,7 +124,9 @@ def head_norm(
     """
     if kind == "none":
         return None
-    if kind in ("rms", "layer"):
+    if kind == "layer_bias":
+        config = replace(config, kind="layer", bias=True)
+    elif kind in ("rms", "layer"):
         config = replace(config, kind=kind, bias=config.bias and kind == "layer")
     if kind != "l2" and statistics == "head" and gain == "shared":
         return config.build(head_dim)

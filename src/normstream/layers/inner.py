@@ -8,8 +8,9 @@ from typing import Literal
 
 from normstream.names import check_choice
 
-InnerNorm = Literal["none", "model", "rms", "layer", "l2"]
-"""model: the norm that the model uses everywhere; rms, layer: that kind; l2: unit length, with a learned scale."""
+InnerNorm = Literal["none", "model", "rms", "layer", "layer_bias", "l2"]
+"""model: the norm that the model uses everywhere; rms, layer: that kind; layer_bias: layer with a bias, whatever the
+model's norm (Chameleon); l2: unit length, with a learned scale."""
 Statistics = Literal["head", "all_heads"]
 GainSharing = Literal["shared", "per_head", "number", "number_per_head", "none"]
 """A vector for all heads, a vector for each, one number for all, one number for each, or nothing."""

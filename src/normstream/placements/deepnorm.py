@@ -1,5 +1,6 @@
 """DeepNorm: Post-Norm with a scaled residual and a smaller start, both set by depth."""
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -57,9 +58,11 @@ def beta(stack: Stack, n_layers: int, constants: Constants = "paper") -> float:
 class DeepNorm(PostNorm):
     """DeepNorm: Post-Norm whose residual is multiplied by alpha > 1 and whose sublayers start beta < 1 times as large.
 
-        x ---+--- * alpha ---- + -> N ---> x
-             |                 ^
-             +----> F ---------+
+        x ---+--- * alpha ---- + -> N ---> x       base=pre:   x ---+--- * alpha ---- + ---> x
+             |                 ^                                    |                 ^
+             +----> F ---------+                                    +----> N -> F ----+
+
+    Raises ValueError for an alpha that is not positive.
 
     >>> round(DeepNorm().junctions(dim=2, n_layers=8)[1].join.alpha, 4)
     2.0
@@ -73,16 +76,32 @@ class DeepNorm(PostNorm):
     differs: ClassVar[str] = (
         "paper: beta as the gain of a Xavier normal start, 0.87 (N^4 M)^(-1/16) for the encoder of two stacks, the "
         "default; code: beta times torch's own start of a Linear, with 1.15 instead of 0.87, deepnorm(constants=code), "
-        "and its flag alone leaves a decoder Pre-Norm with residual factor alpha"
+        "and its flag alone leaves a decoder Pre-Norm with residual factor alpha, deepnorm(base=pre). pixeli99/MixLN's "
+        "deeppost has one alpha for every depth and a final norm, deepnorm(alpha=2.828,final_norm=true)"
     )
 
     constants: Constants = "paper"
     """Whose initialization: the paper's or the released code's. alpha is the same in both."""
+    alpha: Literal["depth"] | float = "depth"
+    """Factor of the residual: by the depth, as in the equation, or a number."""
+    base: Literal["post", "pre"] = "post"
+    """post: the equation; pre: x <- alpha x + o, z = N(x) and a final norm, what torchscale's flag makes of a decoder."""
+
+    def __post_init__(self) -> None:
+        if self.alpha != "depth" and not 0 < self.alpha < math.inf:
+            raise ValueError(f"alpha of deepnorm must be a positive number or depth, got {self.alpha}")
 
     @property
     def init(self) -> InitScheme:  # pyright: ignore[reportIncompatibleVariableOverride]
         """deepnorm or deepnorm_code."""
         return "deepnorm" if self.constants == "paper" else "deepnorm_code"
 
+    def read(self, slot: Slot, build: Build) -> Read:
+        return PreNormRead(build.input_norm()) if self.base == "pre" else super().read(slot, build)
+
     def join(self, slot: Slot, build: Build) -> Join:
-        return DeepNormJoin(build.norm(), alpha(build.stack, slot.n_layers), build.drop(slot))
+        factor = alpha(build.stack, slot.n_layers) if self.alpha == "depth" else float(self.alpha)
+        return DeepNormJoin(build.norm() if self.base == "post" else None, factor, build.drop(slot))
+
+    def last_read(self, build: Build) -> Read:
+        return PreNormRead(build.input_norm()) if self.base == "pre" else super().last_read(build)

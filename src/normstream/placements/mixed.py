@@ -29,6 +29,12 @@ class Part:
         return f"{self.placement}:{self.first}-{'' if self.last is None else self.last}"
 
 
+def _streams(placement: Placement) -> str:
+    """The names of the streams and how many hyper-connected ones the last of them holds."""
+    n = getattr(placement, "n_streams", None)
+    return ", ".join(placement.streams) + (f" ({n} streams)" if n else "")
+
+
 @dataclass(frozen=True)
 class Mixed(Placement):
     """Blocks governed by different placements. Each sublayer keeps its own read and join.
@@ -64,10 +70,10 @@ class Mixed(Placement):
                 raise ValueError(f"{self}: only the last range can be open, got {part}")
             if part.last is not None and part.last < part.first:
                 raise ValueError(f"{self}: {part} ends before it starts")
-            if part.placement.streams != first.streams:
+            if _streams(part.placement) != _streams(first):
                 raise ValueError(
-                    f"{self}: streams do not fit: {first} has {', '.join(first.streams)}, "
-                    f"{part.placement} has {', '.join(part.placement.streams)}"
+                    f"{self}: streams do not fit: {first} has {_streams(first)}, "
+                    f"{part.placement} has {_streams(part.placement)}"
                 )
             if type(part.placement).after_step is not Placement.after_step:
                 raise ValueError(

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from normstream.junctions import Join, OutputNormJoin, PreNormJoin, ResidualScaleJoin
-from normstream.layers.inner import NOTHING_INNER, Inner
+from normstream.layers.inner import NOTHING_INNER, HeadScale, Inner
 from normstream.placements.placement import Build, Slot
 from normstream.placements.registry import register
 from normstream.placements.single_stream import PreNorm
@@ -38,22 +38,28 @@ class NormFormer(PreNorm):
     code: ClassVar[str] = "facebookresearch/fairseq:fairseq/modules/transformer_layer.py"
     differs: ClassVar[str] = (
         "paper: the factors are on the heads, before the output matrix, the default; code: on slices of what the "
-        "output matrix gives, normformer(head_scale=code)"
+        "output matrix gives, normformer(head_scale=code), and each addition has a flag of its own"
     )
 
-    head_scale: Literal["paper", "code"] = "paper"
-    """Where the heads' factors are: on the heads (paper), or on slices of the projected vector (code)."""
+    head_scale: Literal["paper", "code", "none"] = "paper"
+    """Where the heads' factors are: on the heads (paper), on slices of the projected vector (code), or nowhere."""
+    attention_norm: bool = True
+    """Whether attention's update is normed."""
+    hidden_norm: bool = True
+    """Whether the feed-forward norms its hidden vector."""
     residual_scale: bool = True
     """Whether the feed-forward's residual has a learned factor for each channel (ResScale)."""
 
     @property
     def inner(self) -> Inner:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The head scale and the norm of the hidden vector."""
-        where = "before_output" if self.head_scale == "paper" else "after_output"
-        return replace(NOTHING_INNER, head_scale=where, hidden="model")
+        places: dict[str, HeadScale] = {"paper": "before_output", "code": "after_output", "none": "none"}
+        return replace(
+            NOTHING_INNER, head_scale=places[self.head_scale], hidden="model" if self.hidden_norm else "none"
+        )
 
     def join(self, slot: Slot, build: Build) -> Join:
-        if slot.kind == "attention":
+        if slot.kind == "attention" and self.attention_norm:
             return OutputNormJoin(build.norm(), build.drop(slot))
         if slot.kind == "feed_forward" and self.residual_scale:
             return ResidualScaleJoin(build.dim, build.drop(slot))

@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal
 
 from torch import nn
 
-from normstream.junctions import Join, OutputNormJoin, PostNormRead, Read
+from normstream.junctions import Join, OutputNormJoin, PostNormRead, Read, ResidualScaleJoin
 from normstream.layers.inner import NOTHING_INNER, Inner
 from normstream.placements.placement import Build, InitScheme, Slot
 from normstream.placements.registry import register
@@ -63,6 +63,8 @@ class SandwichLN(InputOutputNorm):
 
     pb_relax: Literal["none", "token", "tensor"] = "none"
     """Divide the input of every norm by its largest entry: none, each token's, or the whole tensor's."""
+    residual_scale: bool = False
+    """Whether every residual has a learned factor for each channel, lambda * x + N_out(o) (x-transformers)."""
 
     def first(self, build: Build) -> nn.Module:
         return super().first(self._relaxed(build))
@@ -71,7 +73,10 @@ class SandwichLN(InputOutputNorm):
         return super().read(slot, self._relaxed(build))
 
     def join(self, slot: Slot, build: Build) -> Join:
-        return super().join(slot, self._relaxed(build))
+        build = self._relaxed(build)
+        if self.residual_scale:
+            return ResidualScaleJoin(build.dim, build.drop(slot), build.norm())
+        return super().join(slot, build)
 
     def last_read(self, build: Build) -> Read:
         return super().last_read(self._relaxed(build))

@@ -13,6 +13,7 @@ from normstream.junctions import (
     PreNormJoin,
     PreNormRead,
     Read,
+    ResidualScaleJoin,
     Start,
 )
 from normstream.placements.placement import Build, Placement, Slot
@@ -65,6 +66,14 @@ class PreNorm(SingleStream):
     equation: ClassVar[str] = "x <- x + o;  z = N(x);  final: N(x)"
     paper: ClassVar[str] = "Xiong et al. 2020, arXiv 2002.04745"
     code: ClassVar[str] = "huggingface/transformers:src/transformers/models/llama/modeling_llama.py"
+
+    residual_scale: bool = False
+    """Whether every residual has a learned factor for each channel, lambda * x + o (x-transformers)."""
+
+    def join(self, slot: Slot, build: Build) -> Join:
+        if self.residual_scale:
+            return ResidualScaleJoin(build.dim, build.drop(slot))
+        return super().join(slot, build)
 
 
 @register

@@ -24,6 +24,7 @@ from normstream.data import load_data, load_tokenizer, load_whole
 from normstream.generation import generate
 from normstream.lab import CompareConfig, compare, markdown_table, read_summary, write_report
 from normstream.lab.live import RunState, display, say
+from normstream.lab.markdown import write_page
 from normstream.lab.runner import OUT_OF_MEMORY, is_out_of_memory
 from normstream.models import PRESETS, DecoderLM, preset
 from normstream.names import nearest
@@ -187,6 +188,8 @@ class Report:
     """The HTML file; by default report.html beside the summary."""
     markdown: bool = False
     """Print the table of final losses as Markdown, to paste into an issue or a README."""
+    markdown_page: Path | None = None
+    """A Markdown file to write too: conclusion, table, definitions of its words, and how the comparison was made."""
 
     def __call__(self) -> None:
         path = self.comparison / "summary.json" if self.comparison.is_dir() else self.comparison
@@ -195,6 +198,8 @@ class Report:
         write_report(summary, out)
         if self.markdown:
             say(console, markdown_table(summary))
+        if self.markdown_page:
+            write_page(summary, self.markdown_page)
         say(console, f"Report: {out}")
 
 

@@ -102,6 +102,30 @@ def made_up(losses: Mapping[tuple[str, float], Sequence[float | None]] = SIAMESE
     }
 
 
+def many() -> dict:
+    """Ten placements at two rates with two seeds: one diverges at the high rate, four collapse, Post-Norm at both.
+
+    `p0` has the lowest loss, 2.0, and each one after it 0.1 more; at the high rate all others have 0.05 less.
+    """
+    names = ("p0", "p1", "post", "p3", "pre", "p5", "p6", "siamese", "p8", "p9")
+    losses: dict[tuple[str, float], list[float | None]] = {}
+    for i, name in enumerate(names):
+        low = 2.0 + 0.1 * i
+        losses[name, 0.001] = [3.22, 3.24] if name == "post" else [low - 0.01, low + 0.01]
+        losses[name, 0.01] = [3.22, low] if name in ("post", "p3", "p5", "p6") else [low - 0.06, low - 0.04]
+    losses["p8", 0.01] = [None, 2.8]
+    summary = made_up(losses)
+    for run in summary["runs"]:
+        if run["val_loss"] is None:
+            run |= {"diverged": True, "diverged_step": 30, "cause": "training loss is nan", "layers": None}
+    return summary
+
+
+@pytest.fixture
+def many_summary() -> dict:
+    return many()
+
+
 @pytest.fixture(scope="session")
 def made_up_summary() -> Callable[..., dict]:
     return made_up

@@ -272,7 +272,9 @@ def test_bad_data_and_devices_stop_before_the_first_run(config):
 
 def test_budget_gives_every_run_the_same_steps(config, monkeypatch):
     costs = {"pre": Cost(0.0, 0.5, 0.0), "siamese": Cost(0.0, 1.5, 0.0)}
-    monkeypatch.setattr(sys.modules["normstream.lab.compare"], "measure", lambda settings, folder, data: costs[settings.model.placement])
+    monkeypatch.setattr(
+        sys.modules["normstream.lab.compare"], "measure", lambda settings, folder, data: costs[settings.model.placement]
+    )
     timed = replace(config, budget="100s")
     summary, printed = quietly(timed)
     # 95 s for 2 seeds of 0.5 s + 1.5 s a step, less the moment that measuring took here
@@ -282,7 +284,9 @@ def test_budget_gives_every_run_the_same_steps(config, monkeypatch):
     assert "Budget 100s: 2" in printed
     assert "fit a budget of 100s" in (config.out / "report.html").read_text()
 
-    monkeypatch.setattr(sys.modules["normstream.lab.compare"], "measure", lambda *_, **__: pytest.fail("measured again"))
+    monkeypatch.setattr(
+        sys.modules["normstream.lab.compare"], "measure", lambda *_, **__: pytest.fail("measured again")
+    )
     again, _ = quietly(timed, resume=True)
     assert again["budget"] == summary["budget"]
 

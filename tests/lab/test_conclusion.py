@@ -113,3 +113,40 @@ def test_with_too_little_to_compare(made_up_summary):
 
 def test_says_so_when_nothing_broke(made_up_summary):
     assert "No run diverged or collapsed." in conclusion(made_up_summary(ONE_RATE))
+
+
+def test_many_placements_are_counted_and_not_listed(many_summary):
+    assert sentences(many_summary) == [
+        "p0 learns best: validation loss 1.950 at learning rate 0.01, against 2.050 for p1 at 0.01.",
+        # deviation of two values 0.02 apart: 0.02 / sqrt(2) = 0.014
+        "The three lowest of 9, each at its best rate: p0, 1.950 \u00b1 0.014 at 0.01; p1, 2.050 \u00b1 0.014 at 0.01; "
+        "p3, 2.300 \u00b1 0.014 at 0.001.",
+        "Pre-Norm is 4th (2.350 at 0.01), SiameseNorm is 7th (2.650 at 0.01) and Post-Norm failed at every rate.",
+        "Diverged in at least one seed: p8 at 0.01.",
+        "4 placements collapsed in at least one seed: 1 at 0.001 and 4 at 0.01. Collapsed means: the final validation "
+        "loss is not 0.05 below that of knowing only how frequent each token is, 3.250.",
+        "Largest stable learning rate, no seed failing there or at a smaller one: 0.01 for 5 (Pre-Norm and SiameseNorm "
+        "among them); 0.001 for 4; none for Post-Norm.",
+    ]
+
+
+def test_many_placements_at_one_rate_and_seed(made_up_summary):
+    text = conclusion(made_up_summary({(f"p{i}", 0.01): [2.0 + 0.1 * i] for i in range(9)}))
+    assert text == (
+        "In one seed, p0 has the lowest validation loss: 2.000 at learning rate 0.01, against 2.100 for p1. "
+        "The three lowest of 9: p0, 2.000; p1, 2.100; p2, 2.200. No run diverged or collapsed."
+    )
+
+
+def test_many_placements_that_have_only_begun(many_summary):
+    for run in many_summary["runs"]:
+        run["status"] = "pending"
+    assert conclusion(many_summary).startswith("No run has finished yet.")
+    many_summary["runs"][0]["status"] = "finished"
+    assert conclusion(many_summary).startswith("Only p0 has finished runs")
+
+
+def test_many_placements_that_all_break(made_up_summary):
+    text = conclusion(made_up_summary({(f"p{i}", 0.1): [3.24, 3.25] for i in range(9)}))
+    assert text.startswith("No placement learned more than how frequent each token is, so none can be called better.")
+    assert "9 placements collapsed in at least one seed: 9 at 0.1." in text

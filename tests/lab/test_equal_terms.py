@@ -97,7 +97,7 @@ def test_a_placement_with_a_scheme_of_its_own(config: CompareConfig, seen: Seen,
         assert start == "started from the same values wherever two models have the same parameter"
     else:
         assert not equal
-        assert "plain for Pre-Norm and megatron_full for SiameseNorm (hybrid-pre); set model.init" in start
+        assert "plain for Pre-Norm; megatron_full for SiameseNorm (hybrid-pre); set model.init" in start
     assert start in html.unescape((config.out / "report.html").read_text())
 
 

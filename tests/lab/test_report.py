@@ -141,6 +141,25 @@ def test_with_many_placements_and_one_rate(made_up_summary):
     assert "other_7" in html
 
 
+def test_many_placements_are_a_matrix(many_summary, html):
+    assert 'class="matrix"' not in html
+    text = render(many_summary)
+    page = Page(text)
+    assert not page.open
+    assert text.count("<details>") == 2  # the table by learning rate and that of every run
+    assert text.index('class="matrix"') < text.index("<details>")
+    cells = re.findall(r"<td[^>]*>(.*?)\s*</td>", text[: text.index("<details>")], flags=re.DOTALL)
+    assert cells[:4] == [
+        "<b>2.000</b> <small>&plusmn; 0.014</small>",
+        "<b>1.950</b> <small>&plusmn; 0.014</small>",
+        *("0.01", "612,864"),
+    ]
+    assert "2.800<br><small>diverged 1/2</small>" in cells
+    assert text.count("<small>collapsed 1/2</small>") == 4
+    assert text.count("<small>collapsed 2/2</small>") == 1
+    assert "Largest stable rate</strong>: the largest learning rate tried" in text
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here to open the report in")
 def test_opens_in_a_browser(summary, tmp_path):
     write_report(summary, tmp_path / "report.html")
@@ -151,8 +170,9 @@ def test_opens_in_a_browser(summary, tmp_path):
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here to open the report in")
-@pytest.mark.parametrize("width", [320, 390])
-def test_fits_the_width_of_a_screen(summary, tmp_path, width):
+@pytest.mark.parametrize(("width", "size"), [(320, "few"), (390, "few"), (390, "many")])
+def test_fits_the_width_of_a_screen(summary, many_summary, tmp_path, width, size):
+    summary = many_summary if size == "many" else summary
     summary["command"] = "normstream compare --data " + "a-long-name/" * 20
     write_report(summary, tmp_path / "report.html")
     frame = f'<iframe src="report.html" style="width: {width}px; height: 844px; border: 0"></iframe>'

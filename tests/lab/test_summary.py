@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from normstream.lab.summary import markdown_table, read_summary, table, write_summary
+from normstream.lab.summary import read_summary, table, write_summary
 
 
 def test_table_has_mean_and_sample_deviation(made_up_summary):
@@ -24,29 +24,6 @@ def test_table_leaves_out_what_is_not_finished(made_up_summary):
     summary = made_up_summary({("pre", 0.01): [2.0], ("post", 0.01): [2.1]})
     summary["runs"][1]["status"] = "interrupted"
     assert [row["placement"] for row in table(summary)] == ["pre"]
-
-
-def test_markdown_has_means_deviations_and_what_broke(made_up_summary):
-    losses = {
-        ("pre", 0.002): [2.0, 2.2, 2.4],  # mean 2.2, deviation sqrt((0.04 + 0 + 0.04) / 2) = 0.2
-        ("pre", 0.01): [None, 3.0, 3.5],  # mean 3.25, deviation sqrt(2 * 0.0625 / 1) = 0.354
-        ("siamese", 0.002): [1.5, 1.5, 1.5],
-        ("siamese", 0.01): [1.0, 1.0, 1.0],
-        ("post", 0.01): [None, None, None],
-    }
-    summary = made_up_summary(losses)
-    for run in summary["runs"]:
-        run["diverged"] = run["val_loss"] is None
-        run["collapsed"] = run["val_loss"] == 3.5
-        if (run["placement"], run["lr"]) == ("siamese", 0.01):
-            run["status"] = "out_of_memory"
-    assert markdown_table(summary).splitlines() == [
-        "| placement | parameters | 0.002 | 0.01 |",
-        "|---|---|---|---|",
-        "| `pre` | 612,864 | 2.200 \u00b1 0.200 | 3.250 \u00b1 0.354, diverged in 1 of 3, collapsed in 1 of 3 |",
-        "| `siamese` | 616,064 | 1.500 \u00b1 0.000 | - |",
-        "| `post` | 612,864 | - | -, diverged in 3 of 3 |",
-    ]
 
 
 def test_files_can_be_read_back(summary, tmp_path):

@@ -103,10 +103,10 @@ def test_residual_scaled_by_one_adds_nothing(norm):
     copy_sublayers(with_scale, without)
     copy_norms(with_scale, without, "read")
     for theirs, ours in zip(junctions(with_scale)[1:], junctions(without)[1:], strict=True):
-        if hasattr(theirs.join, "norm_out"):
-            ours.join.load_state_dict(theirs.join.state_dict())
-        else:
+        if hasattr(theirs.join, "residual_scale"):
             theirs.join.residual_scale.data.fill_(1.0)
+        else:
+            ours.join.load_state_dict(theirs.join.state_dict())
     assert_same_logits(with_scale, without)
 
 

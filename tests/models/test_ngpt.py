@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from normstream.init import initialize
+from normstream.layers.inner import Inner
 from normstream.models import DecoderConfig, DecoderLM
 
 DIM, HEADS, HEAD_DIM, FFN, VOCAB = 24, 4, 6, 32, 23
@@ -42,8 +43,11 @@ def rotated(x: Tensor) -> Tensor:
     return torch.cat((turned.real, turned.imag), dim=-1)
 
 
-def reference(model: DecoderLM, tokens: Tensor) -> Tensor:
-    """The paper's forward pass, its scaled parameters written out."""
+def reference(model: DecoderLM, tokens: Tensor, olmo_core: bool = False) -> Tensor:
+    """The paper's forward pass, its scaled parameters written out.
+
+    OLMo-core's NormalizedAttention norms all heads as one vector and applies the factors before the rotation.
+    """
     w, root = dict(model.named_parameters()), math.sqrt(DIM)
     groups = HEADS // model.config.resolved_kv_heads
     h = w["tok_embeddings.weight"][tokens]
@@ -55,7 +59,12 @@ def reference(model: DecoderLM, tokens: Tensor) -> Tensor:
             return x.unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2)
 
         s_q, s_k = (w[f"{layer}.attention.{n}_norm.weight"].view(-1, 1, HEAD_DIM) * root for n in "qk")
-        q, k = norm(rotated(heads("wq"))) * s_q, norm(rotated(heads("wk"))) * s_k
+        if olmo_core:
+            q, k = (
+                rotated(heads(n) / heads(n).norm(dim=(1, 3), keepdim=True) * s) for n, s in (("wq", s_q), ("wk", s_k))
+            )
+        else:
+            q, k = norm(rotated(heads("wq"))) * s_q, norm(rotated(heads("wk"))) * s_k
         k, v = (x.repeat_interleave(groups, dim=1) for x in (k, heads("wv")))
         scores = math.sqrt(HEAD_DIM) * q @ k.transpose(-1, -2)
         later = torch.ones(scores.shape[-2:]).triu(1).bool()
@@ -75,13 +84,14 @@ def reference(model: DecoderLM, tokens: Tensor) -> Tensor:
 TOKENS = torch.randint(0, VOCAB, (2, 9), generator=torch.Generator().manual_seed(0))
 
 
+@pytest.mark.parametrize("olmo_core", [False, True])
 @pytest.mark.parametrize("n_kv_heads", [4, 2])
-def test_the_papers_forward_pass(n_kv_heads):
-    model = build(n_kv_heads)
+def test_the_forward_pass_of_paper_and_olmo_core(n_kv_heads, olmo_core):
+    model = build(n_kv_heads, inner=Inner(qk_statistics="all_heads", qk_after_rope="no") if olmo_core else Inner())
     randomize_factors(model)
     loss_weight = torch.randn(2, 9, VOCAB, dtype=torch.float64)
     names, parameters = zip(*model.named_parameters(), strict=True)
-    ours, wanted = model(TOKENS), reference(model, TOKENS)
+    ours, wanted = model(TOKENS), reference(model, TOKENS, olmo_core)
     torch.testing.assert_close(ours, wanted, rtol=0, atol=1e-12)
     gradients = [torch.autograd.grad((loss_weight * x).sum(), parameters) for x in (ours, wanted)]
     for name, one, other in zip(names, *gradients, strict=True):

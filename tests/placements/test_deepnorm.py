@@ -105,19 +105,30 @@ def test_normformer_starts_as_pre_norm_after_the_feed_forward(run_row):
     torch.testing.assert_close(row[2].join((x,), o)[0], torch.tensor([1.0, 2.0, 1.0, 1.0]) * x + o)
 
 
-@pytest.mark.parametrize(("option", "place"), [("paper", "before_output"), ("code", "after_output")])
+@pytest.mark.parametrize(("option", "place"), [("paper", "before_output"), ("code", "after_output"), ("none", "none")])
 def test_normformer_head_scale(option, place):
     inner = placements.get(f"normformer(head_scale={option})").inner
     assert (inner.head_scale, inner.hidden, inner.context) == (place, "model", "none")
+
+
+@pytest.mark.parametrize("alpha", ["0", "-1", "inf", "nan"])
+def test_alpha_of_deepnorm_must_be_positive(alpha):
+    with pytest.raises(ValueError, match="positive number"):
+        placements.get(f"deepnorm(alpha={alpha})")
 
 
 @pytest.mark.parametrize(
     ("name", "norms", "other"),
     [
         ("deepnorm", 12, 0),
+        ("deepnorm(base=pre)", 13, 0),
+        ("deepnorm(final_norm=true)", 13, 0),
+        ("pre(residual_scale=true)", 13, 12),
+        ("sandwich(residual_scale=true)", 25, 12),
         ("sub_ln", 13, 0),
         ("normformer", 13 + 6, 6),
         ("normformer(residual_scale=false)", 13 + 6, 0),
+        ("normformer(attention_norm=false)", 13, 6),
         ("keel", 12 + 11, 0),
         ("keel(first_block=none,final_norm=true)", 12 + 12 + 1, 0),
         ("residual", 12 + 1, 0),

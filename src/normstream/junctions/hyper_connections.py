@@ -176,7 +176,8 @@ class DynamicMix(Mix):
 
     def weights(self, h_BTND: Tensor) -> tuple[Tensor, Tensor]:
         normed_BTND = self.norm(h_BTND)
-        alpha_BTNM, beta_BTN = normed_BTND @ self.dynamic_alpha, normed_BTND @ self.dynamic_beta
+        alpha_BTNM = normed_BTND @ self.dynamic_alpha.to(normed_BTND.dtype)
+        beta_BTN = normed_BTND @ self.dynamic_beta.to(normed_BTND.dtype)
         if self.tanh:
             alpha_BTNM, beta_BTN = alpha_BTNM.tanh(), beta_BTN.tanh()
         return self.static_alpha + self.scale_alpha * alpha_BTNM, self.static_beta + self.scale_beta * beta_BTN

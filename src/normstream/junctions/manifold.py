@@ -87,8 +87,8 @@ class ManifoldMix(Mix):
 
     def weights(self, h_BTND: Tensor) -> tuple[Tensor, Tensor]:
         x = self.norm(self.features(h_BTND))
-        dynamic_BTNM = (x @ self.dynamic_alpha).reshape(*h_BTND.shape[:-1], -1)
-        dynamic_BTN = (x @ self.dynamic_beta).reshape(h_BTND.shape[:-1])
+        dynamic_BTNM = (x @ self.dynamic_alpha.to(x.dtype)).reshape(*h_BTND.shape[:-1], 1 + self.n_streams)
+        dynamic_BTN = (x @ self.dynamic_beta.to(x.dtype)).reshape(h_BTND.shape[:-1])
         pre_BTN1 = torch.sigmoid(self.static_alpha[:, :1] + self.scale_pre * dynamic_BTNM[..., :1])
         res_BTNN = self.static_alpha[:, 1:] + self.scale_res * dynamic_BTNM[..., 1:]
         post_BTN = 2 * torch.sigmoid(self.static_beta + self.scale_post * dynamic_BTN)

@@ -7,7 +7,6 @@ join   ``GeoNormJoin``   x <- cos(theta) x + sin(theta) |x| v / |v|,   v = o - <
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from normstream.junctions.junction import Drop, Join, State
@@ -20,7 +19,9 @@ def unit(x: Tensor, axis: int = -1) -> Tensor:
     >>> unit(torch.tensor([3.0, 4.0]))
     tensor([0.6000, 0.8000])
     """
-    return F.normalize(x.to(precise_dtype(x)), dim=axis).to(x.dtype)
+    high = x.to(precise_dtype(x))
+    length = high.norm(dim=axis, keepdim=True)
+    return (high / length.where(length > 0, 1.0)).to(x.dtype)
 
 
 class GeoNormJoin(Join):

@@ -20,7 +20,7 @@ from normstream.lab.record import read_run
 from normstream.lab.report import flatten
 from normstream.lab.runner import OUT_OF_MEMORY, run_one, side_by_side
 from normstream.lab.saver import Saver
-from normstream.lab.style import join_words, label
+from normstream.lab.style import MANY, join_words, label
 from normstream.lab.summary import FORMAT, read_summary
 from normstream.models import DecoderConfig, DecoderLM
 from normstream.training.config import TrainConfig, resolve, resolve_device
@@ -140,12 +140,16 @@ def count_parameters(config: DecoderConfig) -> int:
 
 
 def parameter_line(parameters: dict[str, int]) -> str:
-    """Say how many parameters each placement has.
+    """Say how many parameters each placement has, or of many, how few and how many.
 
     >>> parameter_line({"pre": 612864})
     'Parameters: Pre-Norm 612,864'
     """
-    return "Parameters: " + ", ".join(f"{label(placement)} {n:,}" for placement, n in parameters.items())
+    if len(parameters) <= MANY:
+        return "Parameters: " + ", ".join(f"{label(placement)} {n:,}" for placement, n in parameters.items())
+    ordered = sorted(parameters, key=parameters.__getitem__)
+    fewest, most = (f"{parameters[name]:,} ({label(name)})" for name in (ordered[0], ordered[-1]))
+    return f"Parameters: from {fewest} to {most}"
 
 
 def budget(
@@ -209,10 +213,15 @@ def start(names: list[str], base: TrainConfig) -> str:
     """
     if base.init_from is not None:
         return f"started from the weights in {base.init_from}"
-    schemes = {name: placements.get(name).init for name in names}
-    if base.model.init != "placement" or len(set(schemes.values())) == 1:
+    schemes: dict[str, list[str]] = {}
+    for name in names:
+        schemes.setdefault(placements.get(name).init, []).append(label(name))
+    if base.model.init != "placement" or len(schemes) == 1:
         return "started from the same values wherever two models have the same parameter"
-    said = join_words([f"{scheme} for {label(name)}" for name, scheme in schemes.items()])
+    *smaller, (usual, most) = sorted(schemes.items(), key=lambda scheme: len(scheme[1]))
+    parts = [f"{scheme} for {join_words(own)}" for scheme, own in smaller]
+    parts.append(f"{usual} for {join_words(most) if len(names) <= MANY else f'the other {len(most)}'}")
+    said = "; ".join(parts)
     return f"started from the values of its placement's own initialization ({said}; set model.init to make them equal)"
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from normstream.lab.matrix import has_many, matrix
 from normstream.lab.style import FAMILIAR, join_words, label, number, ordinal, rate
-from normstream.lab.summary import COLLAPSE_MEANING, spread
+from normstream.lab.summary import COLLAPSE_MEANING, spread, table
 
 Run = dict[str, Any]
 
@@ -36,7 +36,12 @@ class Cell:
     def describe(self) -> str:
         if not math.isfinite(self.mean):
             return f"{self.label} without a finite loss in every seed"
-        return f"{self.label} {number(self.mean)}" + ("" if self.std is None else f" \u00b1 {number(self.std)}")
+        return f"{self.label} {self.loss}"
+
+    @property
+    def loss(self) -> str:
+        """The mean loss with its spread, where one is known."""
+        return number(self.mean) + ("" if self.std is None else f" \u00b1 {number(self.std)}")
 
 
 @dataclass(frozen=True)
@@ -230,14 +235,16 @@ def standings(cells: list[Cell], summary: dict[str, Any]) -> list[str]:
         return []
     several = len({run["lr"] for run in summary["runs"]}) > 1
     where = {name: f" at {rate(cell.lr)}" if several else "" for name, cell in best.items()}
-    top = [best[name].describe() + where[name] for name in list(best)[:3]]
-    said = [f"The three lowest of {len(best)}{', each at its best rate' if several else ''}: {join_words(top)}."]
+    top = [f"{best[name].label}, {best[name].loss}{where[name]}" for name in list(best)[:3]]
+    said = [f"The three lowest of {len(best)}{', each at its best rate' if several else ''}: {'; '.join(top)}."]
     places = {name: i for i, name in enumerate(best, 1)}
     stands = [
         f"{best[name].label} is {ordinal(places[name])} ({number(best[name].mean)}{where[name]})"
-        for name in FAMILIAR
-        if name in best
+        for name in best
+        if name in FAMILIAR
     ]
+    lost = {cell["placement"] for cell in table(summary)} - best.keys()
+    stands += [f"{label(name)} failed {'at every rate' if several else 'there'}" for name in FAMILIAR if name in lost]
     return said + ([f"{join_words(stands)}."] if stands else [])
 
 
@@ -248,16 +255,20 @@ def failures(summary: dict[str, Any], verb: str) -> list[str]:
     names = {placement for placement, _ in hit}
     if not names:
         return []
+    seeds = "" if len(summary["seeds"]) == 1 else " in at least one seed"
     if len(names) <= 3:
-        said = broken(runs, verb, lambda run: run[verb])
+        who = [
+            f"{label(name)} at {join_words([rate(lr) for lr in sorted(lr for other, lr in hit if other == name)])}"
+            for name in unique(run["placement"] for run in runs)
+            if name in names
+        ]
+        said = f"{verb.capitalize()}{seeds}: {'; '.join(who)}."
     else:
-        at = {lr: sum(lr == other for _, other in hit) for lr in sorted({lr for _, lr in hit})}
-        rates = [f"{n} at {rate(lr)}" for lr, n in at.items()]
-        seeds = "" if len(summary["seeds"]) == 1 else " in at least one seed"
-        said = [f"{len(names)} placements {verb}{seeds}: {join_words(rates)}."]
+        at = [f"{sum(lr == other for _, other in hit)} at {rate(lr)}" for lr in sorted({lr for _, lr in hit})]
+        said = f"{len(names)} placements {verb}{seeds}: {join_words(at)}."
     if verb == "collapsed":
-        said[-1] += f" Collapsed means: {COLLAPSE_MEANING}, {number(summary['data']['unigram_loss'])}."
-    return said
+        said += f" Collapsed means: {COLLAPSE_MEANING}, {number(summary['data']['unigram_loss'])}."
+    return [said]
 
 
 def stable_rates(summary: dict[str, Any]) -> list[str]:
@@ -271,11 +282,11 @@ def stable_rates(summary: dict[str, Any]) -> list[str]:
     said = []
     for stable, names in groups.items():
         familiar = [label(name) for name in FAMILIAR if name in names]
-        who = join_words([label(name) for name in names]) if len(names) <= 3 else f"{len(names)} placements"
+        who = join_words([label(name) for name in names]) if len(names) <= 3 else str(len(names))
         if len(names) > 3 and familiar:
-            who += f" (with {join_words(familiar)})"
+            who += f" ({join_words(familiar)} among them)"
         said.append(f"{'none' if stable is None else rate(stable)} for {who}")
-    return [f"The largest rate without a failure, there or at a smaller one, is {'; '.join(said)}."]
+    return [f"Largest stable learning rate, no seed failing there or at a smaller one: {'; '.join(said)}."]
 
 
 def missing(runs: list[Run]) -> list[str]:

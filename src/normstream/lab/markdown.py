@@ -78,8 +78,8 @@ def markdown_page(summary: dict[str, Any]) -> str:
 
     >>> data = {"source": "stdlib", "corpus_hash": "0", "tokenizer": "bytes", "train_tokens": 1, "unigram_loss": None}
     >>> about = {"created": "2026-01-31T12:00:00", "command": "", "normstream": "0", "environment": {}, "data": data}
-    >>> page = markdown_page(about | {"lrs": [0.1], "seeds": [0], "tokens_per_run": 1, "config": {"steps": 1}, "runs": []})
-    >>> page.splitlines()[2]
+    >>> plan = {"lrs": [0.1], "seeds": [0], "tokens_per_run": 1, "config": {"steps": 1}}
+    >>> markdown_page(about | plan | {"runs": []}).splitlines()[2]
     'No run has finished yet.'
     """
     parts = [
@@ -112,8 +112,8 @@ def loss_note(summary: dict[str, Any]) -> str:
     over = f"mean \u00b1 standard deviation over {seeds} seeds" if seeds > 1 else "one seed, so no spread is known"
     order = "; the placement with the lowest loss comes first" if has_many(summary) else ""
     return (
-        f"In nats per token, {over}, by learning rate. Lower is better; the lowest of a column, among those in which no "
-        f"seed failed, is bold{order}."
+        f"In nats per token, {over}, by learning rate. Lower is better; the lowest of a column, among those in which "
+        f"no seed failed, is bold{order}."
     )
 
 
@@ -133,9 +133,9 @@ def meanings(summary: dict[str, Any]) -> str:
     here = "" if unigram_loss is None else f" ({number(unigram_loss)} here)"
     return "\n".join(
         (
-            f"* **Diverged**: {DIVERGED_MEANING}.",
+            f"* **Diverged**: {DIVERGED_MEANING}. A seed without a finite loss is left out of the mean.",
             f"* **Collapsed**: {COLLAPSE_MEANING}{here}. A run that also diverged counts as diverged.",
-            f"* **Largest stable rate**: {STABLE_MEANING}.",
+            f"* **Largest stable rate**: {STABLE_MEANING}. Beyond the largest of all nothing is known.",
         )
     )
 

@@ -32,7 +32,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Matrix:
-    """The rows, and the lowest and highest loss of the cells without a failure, between which colours run."""
+    """The rows, sorted, and what the colours of their cells stand for; a cell with a failure has no such colour."""
 
     lrs: tuple[float, ...]
     rows: tuple[Row, ...]
@@ -49,17 +49,15 @@ class Matrix:
         return loss(cell) == min(loss(other) for other in column if other and sound(other))
 
     def shade(self, value: float) -> float:
-        """From 1 for the lowest loss to 0 for the highest; the root sets the best ones apart from each other."""
-        low, high = min(self.sound_losses), max(self.sound_losses)
-        return 1 - math.sqrt((value - low) / (high - low)) if high > low else 1.0
+        """From 1 for the lowest loss to 0 for the highest, by rank, so that one bad loss does not hide the others."""
+        lower = sum(loss < value for loss in self.sound_losses)
+        return 1 - lower / max(len(self.sound_losses) - 1, 1)
 
     def scale(self) -> list[tuple[float, float]]:
-        """Losses and their shades, evenly shaded, for a legend."""
-        if not self.sound_losses:
-            return []
-        low, high = min(self.sound_losses), max(self.sound_losses)
-        values = [low + (high - low) * (i / 4) ** 2 for i in range(5)] if high > low else [low]
-        return [(value, self.shade(value)) for value in values]
+        """Five losses from the lowest to the highest, with their shades, for a legend."""
+        ordered = sorted(self.sound_losses)
+        picked = dict.fromkeys(ordered[round(i / 4 * (len(ordered) - 1))] for i in range(5)) if ordered else {}
+        return [(value, self.shade(value)) for value in picked]
 
 
 def matrix(summary: dict[str, Any]) -> Matrix:
@@ -103,5 +101,5 @@ def chosen_looks(summary: dict[str, Any]) -> dict[str, Look]:
     if len(names) <= MANY:
         return looks(names)
     familiar = [name for name in FAMILIAR if name in names]
-    others = [row.placement for row in matrix(summary).rows if row.placement not in familiar]
-    return looks(names, loud=(familiar + others)[:MANY])
+    ordered = familiar + [row.placement for row in matrix(summary).rows if row.placement not in familiar]
+    return looks(ordered, loud=ordered[:MANY])

@@ -36,14 +36,17 @@ def pictures(summary: dict[str, Any]) -> list[Picture]:
 def validation_loss(runs: list[Run], look_of: Mapping[str, Look], unigram_loss: float | None) -> Picture | None:
     """Validation loss against step."""
     lines = by_rate(runs, look_of, lambda run: known(run["curve"]["val_step"], run["curve"]["val_loss"]))
-    explanation = "Lower is better. A line is the mean over seeds; its band runs from the lowest seed to the highest."
+    bands = not any(look.quiet for look in look_of.values())  # those of many lines would hide the lines
+    explanation = "Lower is better. A line is the mean over seeds" + (
+        "; its band runs from the lowest seed to the highest." if bands else "."
+    )
     if unigram_loss is not None:
         explanation += (
             f" The dotted line, {number(unigram_loss, 2)}, is reached by knowing only how frequent each token is: "
             "a run that stays there has learned nothing about the text."
         )
     y = Axis(LOSS, limits=loss_limits(runs, unigram_loss), mark=unigram_loss)
-    return picture("validation-loss", "Validation loss while training", explanation, lines, "step", y)
+    return picture("validation-loss", "Validation loss while training", explanation, lines, "step", y, bands)
 
 
 def gradient_over_time(runs: list[Run], look_of: Mapping[str, Look]) -> Picture | None:

@@ -86,7 +86,8 @@ def paint(axes: Axes, rows: Sequence[Sequence[End]], unigram_loss: float | None,
         if row[0].look.quiet:
             axes.plot([end.lr for end in row], [end.mean for end in row], color=GREY, linewidth=0.9, alpha=0.55)
     for i, row in enumerate(loud):
-        beside = width ** (0.025 * (i - (len(loud) - 1) / 2))  # no point hides another
+        shift = min(0.025, 0.1 / len(loud))  # no point hides another, and all stay near their rate
+        beside = width ** (shift * (i - (len(loud) - 1) / 2))
         axes.plot([end.lr * beside for end in row], [end.mean for end in row], color=row[0].look.colour)
         for end in row:
             bar = [min(end.losses), max(end.losses)]

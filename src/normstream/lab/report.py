@@ -53,7 +53,14 @@ def page(template: str) -> Template:
         lstrip_blocks=True,
     )
     environment.filters.update(
-        label=label, number=number, rate=rate, short=short, duration=duration, swatch=swatch, thousands="{:,}".format
+        label=label,
+        number=number,
+        rate=rate,
+        short=short,
+        duration=duration,
+        swatch=swatch,
+        tint=tint,
+        thousands="{:,}".format,
     )
     return environment.get_template(template)
 
@@ -90,6 +97,15 @@ def flatten(value: Any, prefix: str = "") -> list[tuple[str, str]]:
     return [(prefix, str(value))]
 
 
+def tint(shade: float) -> str:
+    """The background of a table cell, legible under the page's text in its light and its dark colours.
+
+    >>> tint(0.5)
+    'rgba(0, 114, 178, 0.23)'
+    """
+    return f"rgba(0, 114, 178, {0.46 * shade:.2f})"
+
+
 SHAPES = {
     "o": '<circle cx="16" cy="6" r="3.6"/>',
     "s": '<rect x="12.6" y="2.6" width="6.8" height="6.8"/>',
@@ -100,7 +116,6 @@ SHAPES = {
     ">": '<path d="M20.4 6 12.6 1.6v8.8z"/>',
     "P": '<path d="M14.4 1.8h3.2v2.6h2.6v3.2h-2.6v2.6h-3.2v-2.6h-2.6V4.4h2.6z"/>',
     "X": '<path d="m12.2 4 2-2L16 3.8 17.8 2l2 2L18 6l1.8 2-2 2L16 8.2 14.2 10l-2-2L14 6z"/>',
-    "": "",
 }
 STROKES = ("none", "5 3", "1.5 2.5", "7 2 1.5 2")
 

@@ -13,7 +13,8 @@ FAMILIAR = ("pre", "post", "siamese")
 
 # Okabe and Ito's colour-blind safe hues, darkened until each has a contrast of at least 3:1 on white.
 COLOURS = {"pre": "#0072b2", "post": "#d96c00", "siamese": "#008f6b", "siamese_hybrid_pre": "#b0508c"}
-SPARE_COLOURS = ("#2a92cf", "#8c6d00", "#7a5cc0", "#a3423c", "#4d7c0f")
+# Far from those and from each other in OKLab, as seen by protanopes and deuteranopes too.
+SPARE_COLOURS = ("#6200ff", "#9d0000", "#274e4e", "#b162ff", "#761489")
 GREY = "#87919b"
 MARKERS = {"pre": "o", "post": "s", "siamese": "D", "siamese_hybrid_pre": "^"}
 SPARE_MARKERS = ("v", "P", "X", "<", ">")
@@ -51,7 +52,7 @@ def looks(specs: Sequence[str], loud: Container[str] | None = None) -> dict[str,
     Up to eight placements differ in both. With `loud`, every placement that is not in it is quiet.
 
     >>> looks(["pre", "my_own"])["my_own"].colour
-    '#2a92cf'
+    '#6200ff'
     """
     shown = [spec for spec in specs if loud is None or spec in loud]
     unused = [spec for spec in COLOURS if spec not in shown]

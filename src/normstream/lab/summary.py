@@ -17,8 +17,8 @@ COLLAPSE_MEANING = (
     f"the final validation loss is not {COLLAPSE_MARGIN:g} below that of knowing only how frequent each token is"
 )
 DIVERGED_MEANING = (
-    f"the loss or the gradient norm is not finite, or the mean of the last {LAST} training losses lies above the larger "
-    "of the first loss and that of a uniform guess"
+    f"a loss or a gradient norm is not finite, or the mean of the last {LAST} training losses lies above the larger of "
+    "the first loss and that of a uniform guess"
 )
 STABLE_MEANING = (
     "the largest learning rate tried at which, and at every smaller one tried, no seed diverged or collapsed"

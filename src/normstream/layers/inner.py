@@ -6,6 +6,7 @@ Placements name theirs in ``Placement.inner``; ``DecoderConfig.inner`` can overr
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
+from normstream.gain_norm import check_eps
 from normstream.names import check_choice
 
 InnerNorm = Literal["none", "model", "rms", "layer", "layer_bias", "l2"]
@@ -46,6 +47,8 @@ class Inner:
     """A learned factor for each head: on the heads before the output matrix, or on slices of its result."""
     hidden: Literal[FromRecipe, InnerNorm] = "placement"
     """Norm of the feed-forward's hidden vector, after the activation."""
+    eps: Literal[FromRecipe, "model"] | float = "placement"
+    """eps of all these norms: the model's, or another (x-transformers' RMSNorm has none, its norm of hidden 1e-5)."""
     link: Literal[FromRecipe, Link] = "placement"
     """What attention takes from earlier layers: their scores (RealFormer) or their values by depth attention."""
     scales: Literal[FromRecipe, Scales] = "placement"
@@ -67,6 +70,10 @@ class Inner:
         }
         for name, choice in choices.items():
             check_choice(f"inner.{name}", getattr(self, name), Literal[FromRecipe, choice])
+        if isinstance(self.eps, str):
+            check_choice("inner.eps", self.eps, Literal[FromRecipe, "model"])
+        else:
+            check_eps(self.eps)
 
     def over(self, recipe: "Inner") -> "Inner":
         """This choice, with the recipe's wherever it says ``placement``."""
@@ -91,6 +98,7 @@ NOTHING_INNER = Inner(
     context="none",
     head_scale="none",
     hidden="none",
+    eps="model",
     link="none",
     scales="none",
 )

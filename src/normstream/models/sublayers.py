@@ -1,6 +1,7 @@
 """The sublayers of one block, built from the decoder's configuration."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -12,6 +13,7 @@ from normstream.layers.head_norm import head_norm, inner_norm
 from normstream.layers.inner import GainSharing, InnerNorm, Statistics
 from normstream.layers.learned_scale import LearnedScale
 from normstream.models.config import DecoderConfig
+from normstream.norms import NormConfig
 
 
 def block_sublayers(config: DecoderConfig, layer: int) -> dict[str, nn.Module]:
@@ -41,7 +43,7 @@ def attention(config: DecoderConfig, layer: int) -> Attention | LatentAttention:
         "scale": config.query_scale,
         "cap": config.attention_cap,
         "linked_scores": inner.link == "scores",
-        "context_norm": inner_norm(inner.context, config.norm, config.n_heads * v_head_dim),
+        "context_norm": inner_norm(inner.context, _inner_conventions(config, inner), config.n_heads * v_head_dim),
         "head_scale": inner.head_scale,
     }
     if latent.kv_rank:
@@ -53,7 +55,8 @@ def attention(config: DecoderConfig, layer: int) -> Attention | LatentAttention:
     def norm(kind: InnerNorm, n_heads: int, statistics: Statistics, gain: GainSharing) -> nn.Module | None:
         head_dim = config.resolved_head_dim
         unit = math.sqrt(head_dim * config.dim) if inner.scales == "ngpt" else 1.0
-        return head_norm(kind, config.norm, n_heads, head_dim, statistics=statistics, gain=gain, unit=unit)
+        conventions = _inner_conventions(config, inner)
+        return head_norm(kind, conventions, n_heads, head_dim, statistics=statistics, gain=gain, unit=unit)
 
     return Attention(
         config.dim,
@@ -77,9 +80,13 @@ def feed_forward(config: DecoderConfig, layer: int) -> FeedForward:
         ffn_dim=ffn_dim,
         activation=config.activation,
         bias=config.bias in ("all", "feed_forward"),
-        hidden_norm=inner_norm(inner.hidden, config.norm, ffn_dim),
+        hidden_norm=inner_norm(inner.hidden, _inner_conventions(config, inner), ffn_dim),
         **(_feed_forward_scales(config) if inner.scales == "ngpt" else {}),
     )
+
+
+def _inner_conventions(config: DecoderConfig, inner: Any) -> NormConfig:
+    return config.norm if inner.eps == "model" else replace(config.norm, eps=inner.eps)
 
 
 def _feed_forward_scales(config: DecoderConfig) -> dict[str, nn.Module]:

@@ -85,7 +85,7 @@ class DeepNorm(PostNorm):
     alpha: Literal["depth"] | float = "depth"
     """Factor of the residual: by the depth, as in the equation, or a number."""
     base: Literal["post", "pre"] = "post"
-    """post: the equation; pre: x <- alpha x + o, z = N(x) and a final norm, what torchscale's flag makes of a decoder."""
+    """post: the equation; pre: x <- alpha x + o, z = N(x), final N(x), what torchscale's flag makes of a decoder."""
 
     def __post_init__(self) -> None:
         if self.alpha != "depth" and not 0 < self.alpha < math.inf:

@@ -5,20 +5,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import torch
-
 from normstream import placements
 from normstream.models import DecoderConfig
 from normstream.names import check_choice
 from normstream.placements import InitScheme
 
 ModelKind = Literal["xiong", "decoder"]
-Dtype = Literal["float64", "float32"]
 
 
 @dataclass(frozen=True)
 class TheoryConfig:
-    """Measurements at initialization: every placement at every depth, averaged over seeds.
+    """Measurements at initialization, in float64: every placement at every depth, averaged over seeds.
 
     Raises ValueError for an unknown placement, a value out of range, a value given twice or an empty list.
 
@@ -26,10 +23,10 @@ class TheoryConfig:
     128
     """
 
-    placements: tuple[str, ...] = ("post", "pre", "siamese")
+    placements: tuple[str, ...] = ("post", "pre", "deepnorm", "peri", "siamese")
     """Placements to measure: names from `normstream list`, options as in siamese(depth_scale=paper), or all."""
     model: ModelKind = "xiong"
-    """xiong: the simplified model in which the lemmas are proved; decoder: a real decoder with its own initialization."""
+    """xiong: the simplified model in which the lemmas are proved; decoder: a real one with its own initialization."""
     depths: tuple[int, ...] = (6, 12, 24, 48)
     """Numbers of blocks."""
     dim: int = 128
@@ -44,14 +41,11 @@ class TheoryConfig:
     """Query heads of the decoder."""
     init: Literal["placement", InitScheme] = "placement"
     """Initialization of the decoder; placement takes what each placement's recipe says."""
-    dtype: Dtype = "float64"
-    """Arithmetic of the measurements."""
     out: Path = Path("runs/theory")
     """Folder for theory.json and report.html; must not exist yet."""
 
     def __post_init__(self) -> None:
         check_choice("model", self.model, ModelKind)
-        check_choice("dtype", self.dtype, Dtype)
         for name in ("placements", "depths", "seeds"):
             if not getattr(self, name):
                 raise ValueError(f"{name} is empty; give at least one")
@@ -97,11 +91,6 @@ class TheoryConfig:
     def ffn_dim(self) -> int:
         """Hidden width of the feed-forward of the simplified model."""
         return round((1.0 if self.ffn_ratio is None else self.ffn_ratio) * self.dim)
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """``dtype`` as torch names it."""
-        return {"float64": torch.float64, "float32": torch.float32}[self.dtype]
 
     def decoder(self, placement: str, n_layers: int) -> DecoderConfig:
         """The configuration of the real decoder."""

@@ -22,11 +22,11 @@ def spectral_norm(
     """
     generator = torch.Generator().manual_seed(0)
     u_D = torch.randn(x_D.shape, generator=generator, dtype=x_D.dtype)
-    _, pull_back = vjp(function, x_D)
+    pull_back = vjp(function, x_D)[1]
     value = 0.0
     for _ in range(iterations):
         u_D = u_D / u_D.norm()
-        _, image_D = jvp(function, (x_D,), (u_D,))
+        image_D = jvp(function, (x_D,), (u_D,))[1]
         before, value = value, image_D.norm().item()
         (u_D,) = pull_back(image_D)
         if value == 0 or abs(value - before) <= tolerance * value:

@@ -31,12 +31,14 @@ def simplified(
     placement: str, n_layers: int, seed: int, config: TheoryConfig, *, tokens: int, output_matrix: bool = False
 ) -> Subject:
     """The model of Xiong et al. on one Gaussian sequence; the loss is cross-entropy at the first position."""
-    model = SimplifiedModel(
-        placement, dim=config.dim, n_layers=n_layers, ffn_dim=config.ffn_dim, output_matrix=output_matrix
-    ).to(config.torch_dtype)
+    with torch.device("meta"):
+        model = SimplifiedModel(
+            placement, dim=config.dim, n_layers=n_layers, ffn_dim=config.ffn_dim, output_matrix=output_matrix
+        )
+    model = model.double().to_empty(device="cpu")
     draw(model, seed)
     generator = random_numbers("inputs", seed)
-    inputs = torch.randn(1, tokens, config.dim, generator=generator, dtype=config.torch_dtype)
+    inputs = torch.randn(1, tokens, config.dim, generator=generator, dtype=torch.float64)
 
     def loss(hidden: Tensor) -> Tensor:
         return F.cross_entropy(model.lm_head(hidden[0, :1]), torch.zeros(1, dtype=torch.long))
@@ -46,7 +48,7 @@ def simplified(
 
 def decoder(placement: str, n_layers: int, seed: int, config: TheoryConfig) -> Subject:
     """A real decoder on random tokens; the loss is cross-entropy with random targets, the mean over positions."""
-    model = DecoderLM(config.decoder(placement, n_layers)).to(config.torch_dtype)
+    model = DecoderLM(config.decoder(placement, n_layers)).double()
     initialize(model, seed)
     generator = random_numbers("inputs", seed)
     inputs, targets = torch.randint(model.config.vocab_size, (2, 1, config.tokens), generator=generator)
@@ -80,8 +82,9 @@ def measure(placement: str, n_layers: int, config: TheoryConfig) -> Measured:
         samples.append(
             {
                 "square": hidden_squares(trace, streams),
+                "norm_input": trace.norm_inputs,
                 "gradient": gradients(one, trace),
-                "from_embedding": input_jacobians(one, streams, generator),
+                "from_embedding": input_jacobians(one, trace, streams, generator),
                 "to_output": output_jacobians(trace, streams, generator),
             }
         )

@@ -1,8 +1,8 @@
 """Whether SiameseNorm's two streams carry the same vector: cos(X, N(Y)) by sublayer, with its real junctions.
 
-With orthogonal updates of RMS 1 and an embedding of RMS 1, Y has RMS sqrt(s + 1), so that N(Y) <- N(N(Y) + o / sqrt(s + 1)):
-the recursion of X with the constant ``sublayer``. Then X and N(Y) are one vector, and a constant is the dilution that
-Pre-Norm has anyway.
+With orthogonal updates of RMS 1 and an embedding of RMS 1, Y has RMS sqrt(s + 1) before sublayer s, so that
+N(Y) <- N(N(Y) + o / sqrt(s + 1)), the recursion of X with the constant ``sublayer``: X and N(Y) are one vector, and the
+constant is the dilution that Pre-Norm has anyway.
 """
 
 from typing import Any

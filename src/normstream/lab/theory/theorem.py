@@ -20,7 +20,7 @@ class LastGradient(NamedTuple):
     gradient: float
     """||dl / dW_{2,L}||_F for the loss at one position."""
     square: float
-    """E||x + F(z)||^2 / d there, after the last sublayer's update and before any norm: what the last norm divides by."""
+    """E||x + F(z)||^2 / d there, after the last update and before any norm: what the last norm divides by."""
 
 
 def last_gradient(placement: str, n_layers: int, config: TheoryConfig) -> LastGradient:

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -24,9 +23,9 @@ REFERENCES = ("post", "pre")
 
 
 def theory(config: TheoryConfig, *, command: str = "", console: Console | None = None) -> dict[str, Any]:
-    """Measures placements at initialization, prints the tables and fills ``config.out``; returns what theory.json holds.
+    """Measures placements at initialization, prints the tables and fills ``config.out``.
 
-    Raises ValueError, before any work, for a folder that holds something.
+    Returns what theory.json holds. Raises ValueError, before any work, for a folder that holds something.
     """
     console = console or Console()
     if begun(config.out):
@@ -81,7 +80,8 @@ def statements(
         checks.lemma_1(),
         *(checks.growth(ratio, config) for ratio in (1, 2, 4)),
         *(checks.lemma_2_post(by_name["post", depth], config) for depth in config.depths),
-        *(check for depth in config.depths for check in checks.lemma_2_pre(by_name["pre", depth], config)),
+        *(checks.lemma_2_pre(by_name["pre", depth], config) for depth in config.depths),
+        *(checks.lemma_2_equality(by_name["pre", depth], config) for depth in config.depths),
         checks.lemma_2_one_token(config),
         checks.lemma_3(measured),
         *checks.theorem_1(config),

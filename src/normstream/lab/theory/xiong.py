@@ -60,9 +60,7 @@ class SimplifiedModel(nn.Module):
     torch.Size([1, 3, 8])
     """
 
-    def __init__(
-        self, placement: str, *, dim: int, n_layers: int, ffn_dim: int, output_matrix: bool = False
-    ) -> None:
+    def __init__(self, placement: str, *, dim: int, n_layers: int, ffn_dim: int, output_matrix: bool = False) -> None:
         super().__init__()
         self.placement = placements.get(placement)
         self.tok_embeddings = nn.Identity()
@@ -100,16 +98,19 @@ def draw(model: SimplifiedModel, seed: int) -> None:
     """
     generator = random_numbers("weights", seed)
     n_layers = len(model.layers)
-    draw_linear(model.lm_head, 1.0, generator)
-    for index, layer in enumerate(model.layers):
-        gain = branch_gain(model.placement.at(index), n_layers)
-        for module in layer.modules():
-            if isinstance(module, MeanAttention | FeedForward):
-                for matrix in module.children():
-                    if isinstance(matrix, nn.Linear):
-                        draw_linear(matrix, gain, generator)
+    gains = {
+        matrix: branch_gain(model.placement.at(index), n_layers)
+        for index, layer in enumerate(model.layers)
+        for sublayer in layer.modules()
+        if isinstance(sublayer, MeanAttention | FeedForward)
+        for matrix in sublayer.children()
+    }
+    for module in (model.lm_head, *gains):
+        draw_linear(module, gains.get(module, 1.0), generator)
     for module in model.modules():
-        if not isinstance(module, nn.Linear) and callable(reset := getattr(module, "reset_parameters", None)):
+        if isinstance(module, nn.Linear) and module is not model.lm_head and module not in gains:
+            draw_linear(module, 1.0, generator)  # a matrix of a junction
+        elif not isinstance(module, nn.Linear) and callable(reset := getattr(module, "reset_parameters", None)):
             reset()
 
 
@@ -133,6 +134,8 @@ def branch_gain(placement: Placement, n_layers: int) -> float:
 
 
 @torch.no_grad()
-def draw_linear(matrix: nn.Linear, gain: float, generator: torch.Generator) -> None:
+def draw_linear(matrix: nn.Module, gain: float, generator: torch.Generator) -> None:
     """Gaussian Xavier, ``N(0, 2 gain^2 / (n_in + n_out))``."""
-    matrix.weight.normal_(0.0, gain * math.sqrt(2 / (matrix.in_features + matrix.out_features)), generator=generator)
+    weight = matrix.get_parameter("weight")
+    values = torch.randn(weight.shape, generator=generator, dtype=torch.float32, device="cpu")
+    weight.copy_(values.mul_(gain * math.sqrt(2 / sum(weight.shape))))

@@ -26,6 +26,7 @@ from normstream.lab import CompareConfig, compare, markdown_table, read_summary,
 from normstream.lab.live import RunState, display, say
 from normstream.lab.markdown import write_page
 from normstream.lab.runner import OUT_OF_MEMORY, is_out_of_memory
+from normstream.lab.theory import TheoryConfig, theory
 from normstream.models import PRESETS, DecoderLM, preset
 from normstream.names import nearest
 from normstream.optim import group_table
@@ -204,6 +205,16 @@ class Report:
 
 
 @dataclass(frozen=True)
+class Theory:
+    """Measure placements at initialization, next to what the papers predict, and write a report."""
+
+    plan: Annotated[TheoryConfig, arg(name="")] = field(default_factory=TheoryConfig)
+
+    def __call__(self) -> None:
+        theory(self.plan, command=shlex.join(["normstream", *sys.argv[1:]]), console=console)
+
+
+@dataclass(frozen=True)
 class List:
     """All placements, or those named: equations, constants, sources, options, and where paper and code differ."""
 
@@ -257,7 +268,7 @@ class Doctor:
         console.print(table)
 
 
-COMMANDS = (Train, Compare, Eval, Generate, Report, List, Doctor)
+COMMANDS = (Train, Compare, Eval, Generate, Report, Theory, List, Doctor)
 
 
 def main(argv: list[str] | None = None) -> None:

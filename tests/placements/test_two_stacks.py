@@ -54,7 +54,7 @@ def deepnorm(row: Any, x: Tensor, f: Block) -> Tensor:
 
 
 def deepnorm_by_its_flag_alone(row: Any, x: Tensor, f: Block) -> Tensor:
-    """torchscale: the decoder stays Pre-Norm, residual times (3M)^(1/4), final norm."""
+    """torchscale before 0.3: the decoder stays Pre-Norm, residual times (3M)^(1/4), final norm."""
     for s, sublayer in enumerate(f):
         x = (3 * DECODER) ** 0.25 * x + sublayer(row[s].read.norm(x))
     return row[-1].read.norm(x)

@@ -2,6 +2,7 @@
 
 import tempfile
 import time
+from contextlib import closing
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,10 +19,11 @@ from normstream.lab.live import RunState, display, say
 from normstream.lab.plan import CompareConfig, Run
 from normstream.lab.record import read_run
 from normstream.lab.report import flatten
-from normstream.lab.runner import OUT_OF_MEMORY, run_one, side_by_side
+from normstream.lab.runner import OUT_OF_MEMORY, run_one
 from normstream.lab.saver import Saver
 from normstream.lab.style import MANY, join_words, label
 from normstream.lab.summary import FORMAT, read_summary
+from normstream.lab.workers import side_by_side
 from normstream.models import DecoderConfig, DecoderLM
 from normstream.training.config import TrainConfig, resolve, resolve_device
 from normstream.training.config_file import config_to_dict, config_to_yaml
@@ -52,6 +54,7 @@ def compare(
         ValueError: before the first run, for a folder that is in use, data or models that do not fit, or a resumed
             comparison whose configuration differs, with the keys that do.
         MemoryError: at the end, if every run was out of memory.
+        ChildProcessError: at the end, if processes of runs died.
         Interrupted: after SIGTERM or Ctrl-C; everything is saved.
     """
     began = time.perf_counter()
@@ -96,9 +99,13 @@ def run_all(runs: list[Run], base: TrainConfig, data: Data, saver: Saver, consol
     try:
         with saver, display(states, console, jobs) as show:
             if jobs > 1:
-                for index, status in side_by_side(pending, base.data, jobs):
-                    keep(index, status)
-                    show.end(entries[index], index)
+                with closing(side_by_side(pending, base.data, jobs)) as steps:
+                    for index, status in steps:
+                        if status is None:
+                            show.start(index)
+                        else:
+                            keep(index, status)
+                            show.end(entries[index], index)
                 return
             for index, config, folder in pending:
                 show.start(index)

@@ -112,9 +112,9 @@ class PlainLines:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        state = self.states[self.current]
-        if error is not None and state.status == "running":
-            state.status = "interrupted"
+        for state in self.states:
+            if error is not None and state.status == "running":
+                state.status = "interrupted"
 
     def say(self, text: str) -> None:
         """Print a line about the current run."""

@@ -47,8 +47,8 @@ class Inner:
     """A learned factor for each head: on the heads before the output matrix, or on slices of its result."""
     hidden: Literal[FromRecipe, InnerNorm] = "placement"
     """Norm of the feed-forward's hidden vector, after the activation."""
-    eps: Literal[FromRecipe, "model"] | float = "placement"
-    """eps of all these norms: the model's, or another (x-transformers' RMSNorm has none, its norm of hidden 1e-5)."""
+    eps: float | None = None
+    """eps of all these norms; None means the model's (x-transformers' RMSNorm has none, its norm of hidden 1e-5)."""
     link: Literal[FromRecipe, Link] = "placement"
     """What attention takes from earlier layers: their scores (RealFormer) or their values by depth attention."""
     scales: Literal[FromRecipe, Scales] = "placement"
@@ -70,14 +70,12 @@ class Inner:
         }
         for name, choice in choices.items():
             check_choice(f"inner.{name}", getattr(self, name), Literal[FromRecipe, choice])
-        if isinstance(self.eps, str):
-            check_choice("inner.eps", self.eps, Literal[FromRecipe, "model"])
-        else:
+        if self.eps is not None:
             check_eps(self.eps)
 
     def over(self, recipe: "Inner") -> "Inner":
-        """This choice, with the recipe's wherever it says ``placement``."""
-        own = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != "placement"}
+        """This choice, with the recipe's wherever it says ``placement`` or gives no eps."""
+        own = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) not in ("placement", None)}
         return replace(recipe, **own)
 
     def __str__(self) -> str:
@@ -98,7 +96,6 @@ NOTHING_INNER = Inner(
     context="none",
     head_scale="none",
     hidden="none",
-    eps="model",
     link="none",
     scales="none",
 )

@@ -86,7 +86,7 @@ def feed_forward(config: DecoderConfig, layer: int) -> FeedForward:
 
 
 def _inner_conventions(config: DecoderConfig, inner: Any) -> NormConfig:
-    return config.norm if inner.eps == "model" else replace(config.norm, eps=inner.eps)
+    return config.norm if inner.eps is None else replace(config.norm, eps=inner.eps)
 
 
 def _feed_forward_scales(config: DecoderConfig) -> dict[str, nn.Module]:

@@ -76,8 +76,9 @@ class DeepNorm(PostNorm):
     differs: ClassVar[str] = (
         "paper: beta as the gain of a Xavier normal start, 0.87 (N^4 M)^(-1/16) for the encoder of two stacks, the "
         "default; code: beta times torch's own start of a Linear, with 1.15 instead of 0.87, deepnorm(constants=code), "
-        "and its flag alone leaves a decoder Pre-Norm with residual factor alpha, deepnorm(base=pre). pixeli99/MixLN's "
-        "deeppost has one alpha for every depth and a final norm, deepnorm(alpha=2.828,final_norm=true)"
+        "and before version 0.3 its flag alone left a decoder Pre-Norm with residual factor alpha, deepnorm(base=pre). "
+        "pixeli99/MixLN's deeppost has one alpha for every depth and a final norm, "
+        "deepnorm(alpha=2.828,final_norm=true)"
     )
 
     constants: Constants = "paper"
@@ -85,7 +86,7 @@ class DeepNorm(PostNorm):
     alpha: Literal["depth"] | float = "depth"
     """Factor of the residual: by the depth, as in the equation, or a number."""
     base: Literal["post", "pre"] = "post"
-    """post: the equation; pre: x <- alpha x + o, z = N(x), final N(x), what torchscale's flag makes of a decoder."""
+    """post: the equation; pre: x <- alpha x + o, z = N(x), final N(x), once torchscale's decoder."""
 
     def __post_init__(self) -> None:
         if self.alpha != "depth" and not 0 < self.alpha < math.inf:

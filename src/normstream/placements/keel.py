@@ -35,8 +35,8 @@ class Keel(SingleStream):
     paper: ClassVar[str] = "Post-LayerNorm Is Back, Chen and Wei 2026, arXiv 2601.19895"
     code: ClassVar[str] = "no official code; lucidrains/x-transformers:x_transformers/x_transformers.py has a rendering"
     differs: ClassVar[str] = (
-        "the equation already ends with a norm, so there is no final one by default; x-transformers adds it, "
-        "keel(final_norm=true)"
+        "the equation already ends with a norm, so there is no final one; x-transformers has none either "
+        "(pre_and_post_norm), takes alpha as a number and makes no exceptions, keel(alpha=...,first_block=none)"
     )
 
     final_norm: bool = False

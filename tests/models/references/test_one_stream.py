@@ -51,10 +51,10 @@ def fairseq_normformer(attention_norm: bool, residual_scale: bool) -> Model:
 
 
 def x_transformers_keel(m: Any, x: Tensor) -> Tensor:
-    """Pre norm, residual times 2.5 and post norm on every branch; a final norm."""
+    """pre_and_post_norm, scale_residual_constant=2.5: both norms on every branch, no final norm."""
     for s in range(m.n):
         x = m.N(s + 1, "join.norm", 2.5 * x + m.F(s, m.N(s, "read.norm", x)))
-    return m.N(m.n, "read.norm", x)
+    return x
 
 
 def deepnorm(alpha: float, final_norm: bool) -> Model:
@@ -67,7 +67,7 @@ def deepnorm(alpha: float, final_norm: bool) -> Model:
 
 
 def torchscale_decoder_with_deepnorm_alone(m: Any, x: Tensor) -> Tensor:
-    """The flag leaves the decoder Pre-Norm, with residual factor (2M)^(1/4), M = 3, and a final norm."""
+    """Before 0.3 the flag left the decoder Pre-Norm, with residual factor (2M)^(1/4), M = 3, and a final norm."""
     for s in range(m.n):
         x = 6**0.25 * x + m.F(s, m.N(s, "read.norm", x))
     return m.N(m.n, "read.norm", x)
@@ -154,7 +154,7 @@ CASES: dict[str, tuple[str, Model, dict[str, Any]]] = {
         x_transformers_normformer,
         X_TRANSFORMERS | {"inner": Inner(head_scale="before_output", hidden="model")},
     ),
-    "x-transformers, Keel": ("keel(alpha=2.5,first_block=none,final_norm=true)", x_transformers_keel, NO_EPS),
+    "x-transformers, Keel": ("keel(alpha=2.5,first_block=none)", x_transformers_keel, NO_EPS),
     "fairseq, NormFormer, all four": ("normformer(head_scale=code)", fairseq_normformer(True, True), TORCHSCALE),
     "fairseq, scale_attn": (
         "normformer(head_scale=none,hidden_norm=false,residual_scale=false)",

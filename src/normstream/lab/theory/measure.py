@@ -1,5 +1,6 @@
 """Subjects of the measurements, and their averages over seeds."""
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
@@ -27,15 +28,19 @@ from normstream.models import DecoderLM
 Measured = dict[str, Any]
 
 
+@functools.lru_cache(maxsize=1)
+def built(placement: str, dim: int, n_layers: int, ffn_dim: int, output_matrix: bool) -> SimplifiedModel:
+    """A simplified model without values; the seeds of a measurement draw theirs into the same one, in turn."""
+    with torch.device("meta"):
+        model = SimplifiedModel(placement, dim=dim, n_layers=n_layers, ffn_dim=ffn_dim, output_matrix=output_matrix)
+    return model.double().to_empty(device="cpu")
+
+
 def simplified(
     placement: str, n_layers: int, seed: int, config: TheoryConfig, *, tokens: int, output_matrix: bool = False
 ) -> Subject:
     """The model of Xiong et al. on one Gaussian sequence; the loss is cross-entropy at the first position."""
-    with torch.device("meta"):
-        model = SimplifiedModel(
-            placement, dim=config.dim, n_layers=n_layers, ffn_dim=config.ffn_dim, output_matrix=output_matrix
-        )
-    model = model.double().to_empty(device="cpu")
+    model = built(placement, config.dim, n_layers, config.ffn_dim, output_matrix)
     draw(model, seed)
     generator = random_numbers("inputs", seed)
     inputs = torch.randn(1, tokens, config.dim, generator=generator, dtype=torch.float64)

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from matplotlib.ticker import NullLocator
+
 from normstream.lab.panels import (
     Axis,
     Line,
@@ -80,6 +82,11 @@ def picture(name: str, title: str, explanation: str, sketches: Sequence[Sketch])
 def paint_sketch(axes: Any, sketch: Sketch, limits: tuple[float, float]) -> None:
     """Draw one panel."""
     paint(axes, sketch.lines, sketch.x, sketch.y, limits, bands=False)
+    if sketch.x == BLOCKS:
+        axes.set_xscale("log")  # a power of the depth is a straight line
+        depths = sorted({depth for line in sketch.lines for depth in line.seeds[0]})
+        axes.set_xticks(depths, [str(depth) for depth in depths])
+        axes.xaxis.set_minor_locator(NullLocator())
 
 
 def visible(line: Line) -> Any:
@@ -186,7 +193,7 @@ def norm_jacobian(deep: Sequence[Found], look_of: Mapping[str, Look]) -> Picture
     explanation = (
         "Largest factor by which a norm stretches a change of its input: sqrt(d) / ||x - mean(x)|| for a "
         "LayerNorm with gain 1, so it is 1 for an input of unit mean square and falls as the input grows. By "
-        "the norm's name in the junction; x is the sublayer before it."
+        "the norm's name in the junction; sublayer 0 is the embedding."
     )
     y = Axis("spectral norm", log=True)
     return picture("norm-jacobian", "Jacobian of each norm", explanation, [Sketch("", drawn, SUBLAYER, y)])
@@ -232,11 +239,12 @@ def update(found: Found, look_of: Mapping[str, Look]) -> Picture | None:
 
 def siamese(found: Found) -> Picture | None:
     """cos(X, N(Y)) by sublayer."""
-    drawn = []
-    for i, row in enumerate(found["siamese"]):
-        look = Look(f"1/c = {row['formula']}", SPARE_COLOURS[i], SPARE_MARKERS[i])
-        drawn.append(Line(look, (numbered(row["cosine"]),)))
-        drawn.append(predicted("orthogonal updates, closed form", numbered(row["predicted"])))
+    rows = found["siamese"]
+    drawn = [
+        line(Look(f"1/c = {row['formula']}", colour, marker), numbered(row["cosine"]))
+        for row, colour, marker in zip(rows, SPARE_COLOURS, SPARE_MARKERS, strict=False)
+    ]
+    drawn += [predicted("orthogonal updates, closed form", numbered(row["predicted"])) for row in rows]
     explanation = (
         "Cosine between SiameseNorm's two streams, X and the normed Y, for random updates of RMS 1 that ignore "
         "the streams. With 1/sqrt(s+1) the two are the same vector: the constant is the dilution that an "

@@ -290,6 +290,16 @@ def test_inner_norms_of_different_layers_follow_the_placement():
     assert replace(mixed, inner=Inner(qk="l2")).inner_of(3).qk == "l2"
 
 
+def test_inner_norms_can_have_an_eps_of_their_own():
+    """x-transformers: an RMSNorm without eps on the stream, a LayerNorm with 1e-5 on the hidden vector."""
+    inner = Inner(qk="model", hidden="layer", eps=1e-5)
+    block: Any = DecoderLM(replace(SMALL, norm=NormConfig(eps=0.0), inner=inner)).layers[0]
+    norms = (block.attention.q_norm, block.feed_forward.hidden_norm, block.after_attention.read.norm)
+    assert [norm.eps for norm in norms] == [1e-5, 1e-5, 0.0]
+    with pytest.raises(ValueError, match="eps must be"):
+        Inner(eps=-1.0)
+
+
 @pytest.mark.parametrize("branch_norms", [False, True])
 def test_parallel_blocks(branch_norms, monkeypatch):
     """x <- x + attention(z) + feed_forward(z), with z = N(x) or each branch with a norm of its own."""

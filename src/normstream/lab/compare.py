@@ -100,11 +100,11 @@ def run_all(runs: list[Run], base: TrainConfig, data: Data, saver: Saver, consol
         with saver, display(states, console, jobs) as show:
             if jobs > 1:
                 with closing(side_by_side(pending, base.data, jobs)) as steps:
-                    for index, status in steps:
-                        if status is None:
+                    for index, ended in steps:
+                        if ended is None:
                             show.start(index)
                         else:
-                            keep(index, status)
+                            keep(index, ended)
                             show.end(entries[index], index)
                 return
             for index, config, folder in pending:

@@ -72,11 +72,11 @@ def side_by_side(runs: Sequence[Job], data: DataConfig, jobs: int) -> Generator[
                 for worker in (worker for worker in busy if worker.connection in ready):
                     index, answer = worker.answer()
                     if isinstance(answer, Exception):
-                        failure, answer = failure or answer, None
+                        failure, answer = failure or answer, {"status": "interrupted"}
                     elif answer is None and failure is None:
                         dead += 1
                         answer = {"status": "interrupted", "cause": worker.cause_of_death()}
-                    yield index, answer or {"status": "interrupted"}
+                    yield index, {"status": "interrupted"} if answer is None else answer
     except KeyboardInterrupt:
         for worker in workers:
             worker.process.kill()

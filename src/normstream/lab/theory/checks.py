@@ -136,7 +136,7 @@ def lemma_2_one_token(config: TheoryConfig) -> Check:
 def lemma_3(found: Sequence[Measured]) -> Check:
     """Largest deviation of a norm's measured Jacobian from the closed form."""
     pairs = [(norm["norm"], norm["exact"]) for one in found for norm in one["norms"] if norm["exact"] is not None]
-    worst = max((abs(measured / exact - 1) for measured, exact in pairs), default=0.0)
+    worst = max((abs(measured - exact) / (exact or 1.0) for measured, exact in pairs), default=0.0)
     statement = "Lemma 3 as an equality: ||J||_2 = sqrt(d) / ||x - mean(x)||, largest relative deviation"
     return Check(statement, f"{len(pairs)} norms", 0.0, worst, 1e-5)
 
@@ -190,7 +190,7 @@ def siamese_checks(cosines: Sequence[dict], setting: str) -> list[Check]:
     """cos(X, N(Y)) after the last sublayer, for each constant."""
     return [
         Check(
-            f"SiameseNorm: cos(X, N(Y)) with 1/c = {row['formula']}",
+            f"cos(X, N(Y)) after the last sublayer, 1/c = {row['formula']}",
             setting,
             row["predicted"][-1],
             row["cosine"][-1],

@@ -291,7 +291,7 @@ def main(argv: list[str] | None = None) -> None:
             raise
         fail(OUT_OF_MEMORY, 1)
     except KeyboardInterrupt:
-        fail("stopped by Ctrl-C before there was anything to save", 130)
+        fail("stopped by Ctrl-C at once; what was saved before is kept", 130)
 
 
 def fail(message: object, status: int) -> NoReturn:

@@ -12,7 +12,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     "did you mean 'siamese'? Known: pre, siamese"
     """
     known = list(known)
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
     return (f"did you mean {close[0]!r}? " if close else "") + f"Known: {', '.join(known)}"
 
 

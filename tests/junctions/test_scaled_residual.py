@@ -105,3 +105,14 @@ def test_a_dropped_path_leaves_a_sphere(kind):
     torch.manual_seed(0)
     (moved,) = join((x,), torch.randn(3, 2, 4))
     torch.testing.assert_close(moved, x)
+
+
+def test_lerp_of_zero_rows_has_finite_gradients():
+    """A chain of them: dividing by a tiny eps again and again would overflow."""
+    joins = torch.nn.ModuleList(LerpJoin(4, start=0.05, drop=Drop()) for _ in range(5))
+    state, o = (torch.zeros(1, 4, requires_grad=True),), torch.zeros(1, 4, requires_grad=True)
+    (start,) = state
+    for join in joins:
+        state = join(state, o)
+    state[0].sum().backward()
+    assert all(t.grad is not None and t.grad.isfinite().all() for t in (start, o, *joins.parameters()))

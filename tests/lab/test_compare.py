@@ -22,6 +22,7 @@ from normstream.lab import CompareConfig, compare
 from normstream.lab import runner as module
 from normstream.lab.budget import Cost
 from normstream.lab.summary import DATA_KEYS, KEYS, RUN_KEYS
+from normstream.layers import LatentConfig
 from normstream.models import DecoderConfig
 from normstream.placements import names
 from normstream.training import Interrupted, TrainConfig, read_metrics, resolve
@@ -185,6 +186,13 @@ def test_two_at_a_time_give_the_same_losses(config, tmp_path):
 def test_all_stands_for_every_placement(config):
     chosen = replace(config, placements=("all", "post(final_norm=true)")).chosen()
     assert chosen == [*names(), "post(final_norm=true)"]
+
+
+def test_a_placement_that_takes_no_such_model_is_named_before_the_first_run(config):
+    model = replace(config.base.model, latent=LatentConfig(kv_rank=4))
+    with pytest.raises(ValueError, match="placement olmo2: latent attention"):
+        quietly(replace(config, placements=("pre", "olmo2"), base=replace(config.base, model=model)))
+    assert not config.out.exists()
 
 
 def test_jobs_and_budget_exclude_each_other(config):

@@ -337,6 +337,7 @@ def test_encoders_have_no_cache():
         ({"positions": PositionConfig(local_theta=10.0)}, ["local_theta", "window"]),
         ({"positions": PositionConfig(layers="windowed")}, ["layers", "window"]),
         ({"positions": PositionConfig(kind="alibi", local_theta=1.0), "window": 3}, ["local_theta", "alibi"]),
+        ({"positions": PositionConfig(kind="learned", fraction=0.5)}, ["fraction", "learned", "leave"]),
         ({"positions": PositionConfig(fraction=0.2)}, ["fraction", "even"]),
         ({"attention_cap": 0.0}, ["attention_cap", "0"]),
         ({"logit_cap": -1.0}, ["logit_cap", "-1"]),
@@ -348,10 +349,17 @@ def test_encoders_have_no_cache():
         ({"latent": LATENT, "n_kv_heads": None, "placement": "siamese_hybrid_pre"}, ["placement", "model"]),
         ({"inner": Inner(head_scale="after_output"), "dim": 25, "head_dim": 6}, ["dim", "25", "4"]),
         ({"placement": "post:0-1,pre:2-9"}, ["9", "4"]),
-        ({"inner": Inner(qk="model", qk_gain="per_head"), "norm": NormConfig(kind="scale")}, ["scale"]),
+        ({"inner": Inner(qk="model", qk_gain="per_head"), "norm": NormConfig(kind="scale")}, ["scale", "per_head", "l2"]),
     ],
 )
 def test_wrong_options_say_what_is_wrong(wrong, words):
     with pytest.raises(ValueError, match=r".+") as error:
         DecoderLM(replace(SMALL, **wrong))
     assert all(word in str(error.value) for word in words), str(error.value)
+
+
+@pytest.mark.parametrize("position", [-1, 32])
+def test_learned_positions_outside_the_table(position):
+    model = DecoderLM(replace(SMALL, positions=PositionConfig(kind="learned")))
+    with pytest.raises(ValueError, match=f"max_seq_len 32, got {position}"):
+        model(torch.zeros(1, 2, dtype=torch.int64), positions_BT=torch.tensor([[0, position]]))

@@ -9,12 +9,14 @@ from torch import Tensor, nn
 
 from normstream import placements
 from normstream.data import DataConfig
+from normstream.generation import generate
 from normstream.init import initialize
 from normstream.layers.head_norm import HeadNorm
 from normstream.models import DecoderConfig, DecoderLM
 from normstream.norms import NormConfig
 from normstream.optim import OptimizerConfig
 from normstream.training import TrainConfig, train
+from normstream.training.step import wrap_layers
 
 NAMES = placements.names()
 CONFIG = DecoderConfig(vocab_size=20, dim=16, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=24, max_seq_len=12)
@@ -183,3 +185,64 @@ def test_float16_with_loss_scaling_trains_fifty_steps(name, tmp_path):
     assert not result.diverged, result.cause
     assert result.train_loss is not None
     assert result.train_loss < 4.0 < math.log(257)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", NAMES)
+def test_parameters_of_low_precision(name, dtype):
+    model = model_of(name).to(dtype)
+    logits = model(tokens())
+    assert logits.dtype == dtype
+    logits.float().logsumexp(-1).mean().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_streams_keep_their_dtype_and_rows_their_values(name):
+    """Updates in bfloat16 never pull a stream down, and a NaN stays in its row."""
+    row = nn.ModuleList(placements.get(name).junctions(dim=8, n_layers=2))
+    n_streams = len(placements.get(name).streams)
+
+    def run(embedding: Tensor) -> Tensor:
+        state, z = row[0]((), embedding)
+        for junction in row[1:]:
+            before = [s.clone() for s in state]
+            old, (state, z) = state, junction(state, torch.sin(z).bfloat16())
+            assert all(s.dtype == embedding.dtype for s in (*state[:n_streams], z))
+            torch.testing.assert_close(list(old), before, rtol=0, atol=0, equal_nan=True)
+        return z
+
+    embedding = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(3))
+    hurt = embedding.clone()
+    hurt[1, 2] = torch.nan
+    whole, rest = run(embedding), run(hurt)
+    assert rest[1, 2].isnan().any()
+    assert torch.equal(rest[0], whole[0])
+    assert torch.equal(rest[1, :2], whole[1, :2])
+    assert run(embedding[:0]).shape == (0, 3, 8)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_generation_with_a_cache_is_that_without(name):
+    model = model_of(name).double().eval()
+    randomize(model)
+    wanted = tokens()[:, :3]
+    with torch.no_grad():
+        for _ in range(6):
+            wanted = torch.cat((wanted, model(wanted)[:, -1:].argmax(-1)), dim=1)
+    assert torch.equal(generate(model, tokens()[:, :3], 6), wanted)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_recomputed_activations_give_the_same_gradients(name):
+    """With dropout: the draws are repeated too."""
+
+    def gradients(*, checkpointed: bool) -> dict[str, Tensor | None]:
+        model = model_of(name, dropout=0.1, drop_path=0.1).train()
+        randomize(model)
+        wrap_layers(model, compiled=False, checkpointed=checkpointed)
+        torch.manual_seed(0)
+        model(tokens()).logsumexp(-1).square().mean().backward()
+        return {n: p.grad for n, p in model.named_parameters()}
+
+    torch.testing.assert_close(gradients(checkpointed=True), gradients(checkpointed=False), rtol=0, atol=0)

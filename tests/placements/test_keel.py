@@ -45,7 +45,7 @@ def test_alpha_is_a_number_or_a_word():
     assert placements.get("keel(alpha=sublayers)") == placements.get("keel")
     assert placements.get("keel(alpha=24)") == placements.get("keel(alpha=24.0)")
     assert str(placements.get("keel(alpha=24)")) == "keel(alpha=24.0)"
-    with pytest.raises(ValueError, match="must be a float or sublayers, got 'layers'"):
+    with pytest.raises(ValueError, match="must be a number or sublayers, got 'layers'"):
         placements.get("keel(alpha=layers)")
 
 

@@ -48,6 +48,10 @@ def test_every_placement_says_what_it_is(name):
         ("siamese(depth_scale)", ["depth_scale"]),
         ("siamese(depth_scale=paper", ["siamese(depth_scale=paper"]),
         ("siamese)", ["siamese)"]),
+        ("PRE", ["PRE", "'pre'"]),
+        ("pre:-1", ["pre:-1", "FIRST-LAST"]),
+        ("pre:5-2", ["pre:5-2", "block 0"]),
+        ("mhc(n_streams=1.5)", ["1.5", "a whole number"]),
         ("", [""]),
     ],
 )

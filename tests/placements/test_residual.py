@@ -54,7 +54,7 @@ def test_the_sum_grows_slower_with_a_scale(run_row):
     torch.testing.assert_close(ends[0.05], torch.full((1, 1, 4), 3600.0, dtype=torch.float16), rtol=1e-2, atol=0)
 
 
-@pytest.mark.parametrize("option", ["scale=nan", "alpha=inf"])
+@pytest.mark.parametrize("option", ["scale=nan", "alpha=inf", "dual_eps=nan", "dual_eps=inf", "dual_eps=-1"])
 def test_residual_rejects_numbers_that_are_not_finite(option):
     with pytest.raises(ValueError, match="finite"):
         placements.get(f"residual({option})")

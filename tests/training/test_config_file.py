@@ -5,6 +5,7 @@ from typing import Literal
 
 import pytest
 
+from normstream.lab import CompareConfig
 from normstream.norms import NormConfig
 from normstream.training import TrainConfig, config_from_yaml, config_to_yaml
 
@@ -67,3 +68,22 @@ def test_missing_keys_have_their_defaults():
 def test_what_does_not_fit_is_an_error(text: str, message: str):
     with pytest.raises(ValueError, match=message):
         read(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{model: {rope_theta: 1e4}}", r"model\.rope_theta'; it is (base\.)?model\.positions\.theta now"),
+        (
+            "{model: {qkv_norm: qk}}",
+            r"model\.qkv_norm'; it is (base\.)?model\.inner\.qk and (base\.)?model\.inner\.v now",
+        ),
+        ("{model: {bias: false}}", "model.bias cannot be False; it is none instead of false"),
+        ("{model: {bias: al}}", "did you mean 'all'"),
+    ],
+)
+def test_keys_of_older_versions_say_what_replaced_them(text: str, message: str):
+    with pytest.raises(ValueError, match=message):
+        config_from_yaml(text, TrainConfig)
+    with pytest.raises(ValueError, match=message):
+        config_from_yaml(f"{{base: {text}}}", CompareConfig)

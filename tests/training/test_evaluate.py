@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from normstream import DecoderConfig, DecoderLM, initialize
 from normstream.data import Data, PackedTokens
 from normstream.training import evaluate
-from normstream.training.evaluate import eval_batches
+from normstream.training.evaluate import eval_batches, z_loss_sum
 
 
 @pytest.fixture
@@ -83,3 +83,12 @@ def test_batches_are_made_one_at_a_time(monkeypatch: pytest.MonkeyPatch):
     next(batches)
     assert made == [4]
     assert [len(batch.inputs_BT) for batch in batches] == [4, 2]
+
+
+def test_z_loss_ignores_whatever_stands_where_nothing_is_to_be_predicted():
+    logits = torch.tensor([[[0.0, 0.0], [1e30, 0.0], [0.0, 3.0]]], requires_grad=True)
+    loss = z_loss_sum(logits, torch.tensor([[1, -100, -100]]))
+    loss.backward()
+    torch.testing.assert_close(loss.item(), math.log(2) ** 2)
+    assert logits.grad is not None
+    torch.testing.assert_close(logits.grad[0], torch.tensor([[math.log(2)] * 2, [0.0, 0.0], [0.0, 0.0]]))

@@ -63,7 +63,7 @@ def compare(
     resolve_device(config.base.device)
     data = load_data(config.base.data)
     base = resolve(config.base, data)
-    parameters = {run.placement: count_parameters(run.config(base).model) for run in config.runs()}
+    parameters = {run.placement: parameters_of(run, base) for run in first_runs(config)}
     say(console, parameter_line(parameters))
     with FolderLock(config.out):
         old = open_folder(config.out, resume)
@@ -140,6 +140,19 @@ def open_folder(out: Path, resume: bool) -> dict[str, Any] | None:
     return read_summary(out / "summary.json")
 
 
+def first_runs(config: CompareConfig) -> list[Run]:
+    """One run of each placement, in order."""
+    return config.runs()[: len(config.chosen())]
+
+
+def parameters_of(run: Run, base: TrainConfig) -> int:
+    """The number of parameters of a run's model; ValueError that names the placement, if it takes no such model."""
+    try:
+        return count_parameters(run.config(base).model)
+    except ValueError as error:
+        raise ValueError(f"placement {run.placement}: {error}") from None
+
+
 def count_parameters(config: DecoderConfig) -> int:
     """The number of parameters of a model, without the memory for it."""
     with torch.device("meta"):
@@ -165,7 +178,7 @@ def budget(
     """Choose the steps that fit into the time since `began`, if one is given, and record what was measured."""
     if config.budget is None:
         return None
-    first = {run.placement: run for run in reversed(config.runs())}
+    first = {run.placement: run for run in first_runs(config)}
     with tempfile.TemporaryDirectory() as name:
         out = Path(name)
         costs = {placement: measure(run.config(base), out / run.folder, data=data) for placement, run in first.items()}

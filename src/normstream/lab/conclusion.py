@@ -286,7 +286,7 @@ def stable_rates(summary: dict[str, Any]) -> list[str]:
         if len(names) > 3 and familiar:
             who += f" ({join_words(familiar)} among them)"
         said.append(f"{'none' if stable is None else rate(stable)} for {who}")
-    return [f"Largest stable learning rate, no seed failing there or at a smaller one: {'; '.join(said)}."]
+    return [f"Largest stable learning rate: {'; '.join(said)}."]
 
 
 def missing(runs: list[Run]) -> list[str]:

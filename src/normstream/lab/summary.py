@@ -21,7 +21,8 @@ DIVERGED_MEANING = (
     "the first loss and that of a uniform guess"
 )
 STABLE_MEANING = (
-    "the largest learning rate tried at which, and at every smaller one tried, no seed diverged or collapsed"
+    "going up from the smallest learning rate tried at which no seed diverged or collapsed, the last one before some "
+    "seed does; at rates below, a collapse only means that nothing has been learnt yet"
 )
 SPIKE_MEANING = (
     f"a step whose training loss lies more than {DEVIATIONS:g} standard deviations above the mean of the steps before "
@@ -84,19 +85,21 @@ def table(summary: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def largest_stable_rate(rows: list[dict[str, Any]]) -> float | None:
-    """The largest rate tried at which, and at every smaller one, no seed diverged or collapsed.
+    """Going up from the smallest rate at which no seed diverged or collapsed, the last one before some seed does.
 
-    What diverged and collapsed mean is defined in ``normstream.training.divergence``.
+    Below that smallest rate a collapse only means that nothing has been learnt yet. What diverged and collapsed mean is
+    defined in ``normstream.training.divergence``. None if some seed failed at every rate.
 
-    >>> rows = [{"lr": lr, "n_diverged": 0, "n_collapsed": int(lr == 0.01)} for lr in (0.1, 0.001, 0.01)]
+    >>> rows = [{"lr": lr, "n_diverged": 0, "n_collapsed": int(lr in (1e-4, 0.01))} for lr in (0.1, 1e-4, 1e-3, 0.01)]
     >>> largest_stable_rate(rows)
     0.001
     """
     stable = None
     for row in sorted(rows, key=lambda row: row["lr"]):
-        if row["n_diverged"] or row["n_collapsed"]:
+        failed = row["n_diverged"] or row["n_collapsed"]
+        if failed and stable is not None:
             break
-        stable = row["lr"]
+        stable = stable if failed else row["lr"]
     return stable
 
 

@@ -51,14 +51,13 @@ def side_by_side(runs: Sequence[Job], data: DataConfig, jobs: int) -> Generator[
     """
     threads = max(1, torch.get_num_threads() // jobs)
     waiting = list(reversed(runs))
-    workers = [Worker(threads, data) for _ in range(min(jobs, len(runs)))]
+    workers: list[Worker] = []
     failure: BaseException | None = None
     dead = 0
     try:
         with StopSignals() as stop:
+            workers.extend(Worker(threads, data) for _ in range(min(jobs, len(runs))))
             while True:
-                if stop.received is not None and failure is None:
-                    failure = AllInterrupted(stop.received)
                 for number, worker in enumerate(workers):
                     if failure is not None:
                         worker.process.terminate()
@@ -69,6 +68,8 @@ def side_by_side(runs: Sequence[Job], data: DataConfig, jobs: int) -> Generator[
                 if not busy:
                     break
                 ready = wait([worker.connection for worker in busy], timeout=POLL_SECONDS)
+                if stop.received is not None and failure is None:
+                    failure = AllInterrupted(stop.received)
                 for worker in (worker for worker in busy if worker.connection in ready):
                     index, answer = worker.answer()
                     if isinstance(answer, Exception):
@@ -97,7 +98,7 @@ class Worker:
         context = multiprocessing.get_context("spawn")
         self.job: Job | None = None
         self.connection, other = context.Pipe()
-        self.process = context.Process(target=_serve, args=(other, threads, data), daemon=True)
+        self.process = context.Process(target=_serve, args=(other, threads, data))
         with _signals_of_the_terminal_blocked():
             self.process.start()
         other.close()

@@ -147,6 +147,11 @@ def head_norm(
             unit=unit,
             cast=config.cast,
         )
+    if config.kind == "scale":
+        raise ValueError(
+            f"a norm of kind scale has one number as its gain, but a norm inside attention asks for gain {gain} and "
+            f"statistics {statistics}; set inner.qk and inner.v to rms, layer, l2 or none"
+        )
     bare = replace(config, gain="none", bias=False, gain_init=1.0)
     return HeadNorm(
         bare.build(width),

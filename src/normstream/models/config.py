@@ -140,11 +140,12 @@ class DecoderConfig:
 
     def _check_windows(self) -> None:
         positions = self.positions
-        if positions.kind != "rotary" and (positions.local_theta is not None or positions.layers != "all"):
-            raise ValueError(
-                f"positions.local_theta and positions.layers are for rotary positions, but positions.kind is "
-                f"{positions.kind}"
-            )
+        for name, default in (("fraction", 1.0), ("pairing", "half"), ("local_theta", None), ("layers", "all")):
+            if positions.kind != "rotary" and getattr(positions, name) != default:
+                raise ValueError(
+                    f"positions.{name} is for rotary positions, but positions.kind is {positions.kind}; "
+                    f"leave positions.{name} out"
+                )
         if self.window is None:
             given = {
                 "full_every": self.full_every > 0,

@@ -91,7 +91,7 @@ class DecoderLM(nn.Module):
             cache: keys and values of the positions before these, appended to in place.
         """
         n_cached = 0 if cache is None else cache.length
-        self._check(tokens_BT, documents_BT, cache)
+        self._check(tokens_BT, documents_BT, positions_BT, cache)
         if positions_BT is None:
             positions_BT = torch.arange(n_cached, n_cached + tokens_BT.shape[1], device=tokens_BT.device)[None]
         embedding = self.tok_embeddings(tokens_BT)
@@ -121,11 +121,20 @@ class DecoderLM(nn.Module):
             logits_BTV = logits_BTV * self.config.logit_multiplier
         return logits_BTV if self.config.logit_cap is None else soft_cap(logits_BTV, self.config.logit_cap)
 
-    def _check(self, tokens_BT: Tensor, documents_BT: Tensor | None, cache: KVCache | None) -> None:
+    def _check(
+        self, tokens_BT: Tensor, documents_BT: Tensor | None, positions_BT: Tensor | None, cache: KVCache | None
+    ) -> None:
         n_cached = 0 if cache is None else cache.length
         n_keys = n_cached + tokens_BT.shape[1]
         if n_keys > self.config.max_seq_len:
             raise ValueError(f"sequence of {n_keys} tokens, but max_seq_len is {self.config.max_seq_len}")
+        if self.pos_embeddings is not None and positions_BT is not None and positions_BT.is_cpu:
+            outside = (positions_BT < 0) | (positions_BT >= self.config.max_seq_len)
+            if outside.any():
+                raise ValueError(
+                    f"learned positions must be at least 0 and below max_seq_len {self.config.max_seq_len}, "
+                    f"got {int(positions_BT[outside][0])}"
+                )
         if n_cached and documents_BT is not None:
             raise ValueError("a KV cache holds one document a row; leave documents out")
         if cache is not None and not self.config.causal:

@@ -65,8 +65,10 @@ def get(spec: str) -> Placement:
     >>> str(get("post:0-5, pre:6-"))
     'post:0-5,pre:6-'
     """
+    if not isinstance(spec, str):
+        raise ValueError(f"expected a placement as text, such as siamese(depth_scale=paper), got {spec!r}")
     parts = re.split(r"\s*,\s*(?![^(]*\))", spec.strip())
-    if len(parts) == 1 and not _RANGE.search(spec):
+    if len(parts) == 1 and ":" not in spec:
         return _get_one(spec)
     return Mixed(tuple(_part(part, spec) for part in parts))
 
@@ -114,7 +116,7 @@ def _parse(text: str, hint: Any, what: str) -> Any:
     try:
         return number(text)
     except ValueError:
-        expected = " or ".join((f"a {number.__name__}", *words))
+        expected = " or ".join(("a whole number" if number is int else "a number", *words))
         raise ValueError(f"{what} must be {expected}, got {text!r}") from None
 
 

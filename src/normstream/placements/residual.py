@@ -22,7 +22,7 @@ class ResiDual(Placement):
                           v lambda                      |
         d --------------- + --------> d ... N_d --------+
 
-    Raises ValueError for a scale or alpha that is not a finite number.
+    Raises ValueError for a scale, alpha or dual_eps that is not a finite number, and for a negative dual_eps.
 
     >>> row = ResiDual().junctions(dim=2, n_layers=1)
     >>> row[-1].read.norm_d
@@ -55,6 +55,8 @@ class ResiDual(Placement):
         for name in ("scale", "alpha"):
             if not math.isfinite(getattr(self, name)):
                 raise ValueError(f"{name} of residual must be a finite number, got {getattr(self, name)}")
+        if not 0 <= self.dual_eps < math.inf:
+            raise ValueError(f"dual_eps of residual must be a finite number of at least 0, got {self.dual_eps}")
 
     def first(self, build: Build) -> nn.Module:
         return ResiDualStart(self.scale)

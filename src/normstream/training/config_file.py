@@ -15,6 +15,12 @@ import yaml
 from normstream.names import nearest
 
 T = TypeVar("T")
+RENAMED = {
+    "model.rope_theta": "it is model.positions.theta now",
+    "model.qkv_norm": "it is model.inner.qk and model.inner.v now",
+    "model.bias": "it is none instead of false and all instead of true now",
+}
+"""Keys of older versions, or keys whose true and false were replaced, and by what."""
 
 
 def config_to_dict(config: Any) -> dict[str, Any]:
@@ -49,7 +55,8 @@ def config_from_dict(values: Any, kind: type[T], where: str = "") -> T:
     known = [field.name for field in dataclasses.fields(kind)]  # pyright: ignore[reportArgumentType]
     for key in values:
         if key not in known:
-            raise ValueError(f"unknown key {where + str(key)!r}; {nearest(str(key), known)}")
+            name = where + str(key)
+            raise ValueError(f"unknown key {name!r}; {_replacement(name) or nearest(str(key), known)}")
     return kind(**{key: _typed(value, hints[key], where + key) for key, value in values.items()})
 
 
@@ -77,6 +84,13 @@ def config_from_yaml(text: str, kind: type[T]) -> T:
     return config_from_dict({} if values is None else values, kind)
 
 
+def _replacement(name: str) -> str | None:
+    """What replaced an old key; a comparison's config has the model's keys below ``base``."""
+    prefix = "base." if name.startswith("base.") else ""
+    said = RENAMED.get(name.removeprefix(prefix))
+    return said and said.replace("model.", f"{prefix}model.")
+
+
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
         return config_to_dict(value)
@@ -97,7 +111,8 @@ def _typed(value: Any, hint: Any, where: str) -> Any:
         return _typed(value, hint, where)
     if origin is Literal:
         if value not in arguments:
-            raise ValueError(f"{where} cannot be {value!r}; {nearest(str(value), map(str, arguments))}")
+            replacement = _replacement(where) if isinstance(value, bool) else None
+            raise ValueError(f"{where} cannot be {value!r}; {replacement or nearest(str(value), map(str, arguments))}")
         return value
     if origin is tuple:
         return _typed_tuple(value, arguments, where)

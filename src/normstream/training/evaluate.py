@@ -55,8 +55,8 @@ def z_loss_sum(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     >>> z_loss_sum(torch.zeros(1, 2, 2), torch.tensor([[0, -100]]))
     tensor(0.4805)
     """
-    log_z_BT = logits_BTV.logsumexp(-1)
-    return (log_z_BT.square() * (targets_BT >= 0)).sum()
+    log_z_BT = logits_BTV.logsumexp(-1).masked_fill(targets_BT < 0, 0.0)
+    return log_z_BT.square().sum()
 
 
 def count_targets(batch: Batch) -> int:

@@ -5,7 +5,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.func import jvp, vjp
 
 from normstream.norms import LayerNorm, RMSNorm
 
@@ -20,17 +19,18 @@ def spectral_norm(
     >>> round(spectral_norm(lambda x: x * torch.tensor([1.0, 3.0]), torch.ones(2)), 4)
     3.0
     """
-    generator = torch.Generator().manual_seed(0)
-    u_D = torch.randn(x_D.shape, generator=generator, dtype=x_D.dtype)
-    pull_back = vjp(function, x_D)[1]
+    u_D = torch.randn(x_D.shape, generator=torch.Generator().manual_seed(0), dtype=x_D.dtype)
+    x_D = x_D.detach().requires_grad_()
+    y_D = function(x_D)
+    v_D = torch.zeros_like(y_D, requires_grad=True)
+    (pulled_D,) = torch.autograd.grad(y_D, x_D, v_D, create_graph=True)  # J^T v, whose derivative in v gives J u
     value = 0.0
     for _ in range(iterations):
-        u_D = u_D / u_D.norm()
-        image_D = jvp(function, (x_D,), (u_D,))[1]
+        (image_D,) = torch.autograd.grad(pulled_D, v_D, u_D / u_D.norm(), retain_graph=True)
         before, value = value, image_D.norm().item()
-        (u_D,) = pull_back(image_D)
         if value == 0 or abs(value - before) <= tolerance * value:
             break
+        (u_D,) = torch.autograd.grad(y_D, x_D, image_D, retain_graph=True)
     return value
 
 

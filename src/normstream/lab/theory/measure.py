@@ -96,6 +96,7 @@ def measure(placement: str, n_layers: int, config: TheoryConfig) -> Measured:
     found = mean(samples)
     for name in ("from_embedding", "to_output"):
         found[name] = {key: [math.sqrt(square) for square in squares] for key, squares in found[name].items()}
+    found["last_squares"] = [sample["square"][streams[0]][-1] for sample in samples]
     norms = norm_jacobians(subject(placement, n_layers, config.seeds[0], config))
     return {"placement": placement, "depth": n_layers, "streams": list(streams)} | found | {"norms": norms}
 

@@ -44,9 +44,11 @@ def stream_cosines(
     state: Any = ()
     cosines = []
     for junction, update in zip(row, vectors.T, strict=True):
-        state, _ = junction.double()(state, update[None, None])
+        read: Any = junction.double().read
+        state, _ = junction(state, update[None, None])
         x, y = state
-        cosines.append(F.cosine_similarity(x, junction.read.norm_y(y), dim=-1).item())
-    scales = [junction.join.scale for junction in row[1:]]
+        cosines.append(F.cosine_similarity(x, read.norm_y(y), dim=-1).item())
+    joins: list[Any] = [junction.join for junction in row[1:]]
+    scales = [join.scale for join in joins]
     predicted = [siamese_cosine(scales[:s]) for s in range(len(row))]
     return {"constant": constant, "formula": CONSTANTS[constant], "cosine": cosines, "predicted": predicted}

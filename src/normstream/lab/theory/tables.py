@@ -91,6 +91,8 @@ def headline(found: Found) -> str:
     """How many of the statements agree with the measurement."""
     checks = found["checks"]
     wrong = [check for check in checks if not check["holds"]]
+    if not wrong and len(checks) == 1:
+        return "The one statement that was tried agrees with what was measured."
     if not wrong:
         return f"All {len(checks)} statements that were tried agree with what was measured."
     listed = "; ".join(f"{check['statement']} ({check['setting']})" for check in wrong)

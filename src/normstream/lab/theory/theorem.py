@@ -1,10 +1,9 @@
 """The gradient of the last feed-forward matrix under Post-Norm and Pre-Norm, sharply: Theorem 1 of Xiong et al."""
 
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from normstream.lab.theory.config import TheoryConfig
 from normstream.lab.theory.measure import simplified
@@ -37,18 +36,16 @@ def last_gradient(placement: str, n_layers: int, config: TheoryConfig) -> LastGr
     for seed in config.seeds:
         one = simplified(placement, n_layers, seed, config, tokens=config.tokens)
         last, head = one.model.layers[-1], one.model.lm_head
-        kept: list[tuple[Tensor, ...]] = []
-        inputs: list[Tensor] = []
+        entered: dict[torch.nn.Module, Any] = {}
 
-        def keep(module: torch.nn.Module, entering: tuple[Tensor, ...], _: object, kept: list = kept) -> None:
-            kept.append(entering[0])
+        def keep(module: torch.nn.Module, inputs: Any, _: object, entered: dict = entered) -> None:
+            entered[module] = inputs[0]
 
-        def feed(module: torch.nn.Module, entering: tuple[Tensor, ...], _: object, inputs: list = inputs) -> None:
-            inputs.append(entering[0])
-
-        with torch.no_grad(), hooked([(joins(one.model)[-1], keep), (last.feed_forward, feed)]):
+        join = joins(one.model)[-1]
+        with torch.no_grad(), hooked([(join, keep), (last.feed_forward, keep)]):
             one.model.hidden(one.inputs)
-        state, z = tuple(stream[:, :1] for stream in kept[0]), inputs[0][:, :1]
+        state = tuple(stream[:, :1] for stream in entered[join])
+        z = entered[last.feed_forward][:, :1]
         generator = random_numbers("draws", seed)
         for _ in range(DRAWS):
             for matrix in (last.feed_forward.w_up, last.feed_forward.w_down, head):

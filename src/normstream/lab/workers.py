@@ -51,40 +51,31 @@ def side_by_side(runs: Sequence[Job], data: DataConfig, jobs: int) -> Generator[
     """
     threads = max(1, torch.get_num_threads() // jobs)
     waiting = list(reversed(runs))
-    workers: list[Worker] = []
     failure: BaseException | None = None
     dead = 0
-    try:
-        with StopSignals() as stop:
-            workers.extend(Worker(threads, data) for _ in range(min(jobs, len(runs))))
-            while True:
-                for number, worker in enumerate(workers):
-                    if failure is not None:
-                        worker.process.terminate()
-                    elif waiting and worker.job is None:
-                        workers[number] = worker if worker.process.is_alive() else Worker(threads, data)
-                        yield workers[number].start(waiting.pop()), None
-                busy = [worker for worker in workers if worker.job is not None]
-                if not busy:
-                    break
-                ready = wait([worker.connection for worker in busy], timeout=POLL_SECONDS)
-                if stop.received is not None and failure is None:
-                    failure = AllInterrupted(stop.received)
-                for worker in (worker for worker in busy if worker.connection in ready):
-                    index, answer = worker.answer()
-                    if isinstance(answer, Exception):
-                        failure, answer = failure or answer, {"status": "interrupted"}
-                    elif answer is None and failure is None:
-                        dead += 1
-                        answer = {"status": "interrupted", "cause": worker.cause_of_death()}
-                    yield index, {"status": "interrupted"} if answer is None else answer
-    except KeyboardInterrupt:
-        for worker in workers:
-            worker.process.kill()
-        raise
-    finally:
-        for worker in workers:
-            worker.stop()
+    with StopSignals() as stop, _ended_afterwards() as workers:
+        workers.extend(Worker(threads, data) for _ in range(min(jobs, len(runs))))
+        while True:
+            for number, worker in enumerate(workers):
+                if failure is not None:
+                    worker.process.terminate()
+                elif waiting and worker.job is None:
+                    workers[number] = worker if worker.process.is_alive() else Worker(threads, data)
+                    yield workers[number].start(waiting.pop()), None
+            busy = [worker for worker in workers if worker.job is not None]
+            if not busy:
+                break
+            ready = wait([worker.connection for worker in busy], timeout=POLL_SECONDS)
+            if stop.received is not None and failure is None:
+                failure = AllInterrupted(stop.received)
+            for worker in (worker for worker in busy if worker.connection in ready):
+                index, answer = worker.answer()
+                if isinstance(answer, Exception):
+                    failure, answer = failure or answer, {"status": "interrupted"}
+                elif answer is None and failure is None:
+                    dead += 1
+                    answer = {"status": "interrupted", "cause": worker.cause_of_death()}
+                yield index, {"status": "interrupted"} if answer is None else answer
     if failure is not None:
         raise failure
     if dead:
@@ -134,6 +125,21 @@ class Worker:
         while self.process.is_alive():
             self.process.terminate()
             self.process.join(POLL_SECONDS)
+
+
+@contextmanager
+def _ended_afterwards() -> Iterator[list[Worker]]:
+    """A list whose processes have ended afterwards: in order, or after a second Ctrl-C at once."""
+    workers: list[Worker] = []
+    try:
+        yield workers
+    except KeyboardInterrupt:
+        for worker in workers:
+            worker.process.kill()
+        raise
+    finally:
+        for worker in workers:
+            worker.stop()
 
 
 @contextmanager

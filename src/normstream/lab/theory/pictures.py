@@ -169,10 +169,9 @@ def gradient(found: Found, deep: Sequence[Found], look_of: Mapping[str, Look]) -
 def jacobian(deep: Sequence[Found], look_of: Mapping[str, Look]) -> Picture | None:
     """Effective Jacobians from the embedding to every border, and from every border to the output."""
     explanation = (
-        "Frobenius norm of the Jacobian over all positions at once, divided by sqrt(n d): 1 for the identity. "
-        "Left: how much the streams after a sublayer move when the embedding does. Right: how much the final "
-        "hidden vectors move when a stream at that depth does; its value at 0 is the effective Jacobian of the "
-        "output to the embedding."
+        "Frobenius norm of the Jacobian over all positions at once, divided by sqrt(n d): 1 for the identity. Left: "
+        "how much the streams after a sublayer move when the embedding does. Right: how much the final hidden "
+        "vectors move when one stream at that depth does. The table has the two combined, output to embedding."
     )
     y = Axis("||J||_F / sqrt(n d)", log=True)
     left = Sketch("embedding to streams", stream_lines(deep, "from_embedding", look_of), SUBLAYER, y)
@@ -193,7 +192,7 @@ def norm_jacobian(deep: Sequence[Found], look_of: Mapping[str, Look]) -> Picture
     explanation = (
         "Largest factor by which a norm stretches a change of its input: sqrt(d) / ||x - mean(x)|| for a "
         "LayerNorm with gain 1, so it is 1 for an input of unit mean square and falls as the input grows. By "
-        "the norm's name in the junction; sublayer 0 is the embedding."
+        "the norm's name in the junction; sublayer 0 stands for the embedding."
     )
     y = Axis("spectral norm", log=True)
     return picture("norm-jacobian", "Jacobian of each norm", explanation, [Sketch("", drawn, SUBLAYER, y)])

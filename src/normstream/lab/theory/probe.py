@@ -1,7 +1,7 @@
 """One model at initialization, looked at from outside: hooks on its embedding, its joins and its norms.
 
-Nothing here knows a placement. A border is a point between two sublayers, just after a join; border 0 is the
-embedding, border N follows the last of N sublayers. J_b is the Jacobian of a stream at border b with respect to the
+Nothing here knows a placement. A border is the point after a join: border 0 follows the first one, whose update is the
+embedding, border N that of the last of N sublayers. J_b is the Jacobian of a stream at border b with respect to the
 embedding, G_b that of the final hidden vectors with respect to the stream, both over all n positions at once. Their
 Frobenius norms are estimated as Hutchinson does, ||J||_F^2 = E||J u||^2 = E||v^T J||^2 for Gaussian u and v. One
 backward pass gives v^T G_b at every border; J_b u is a central difference, two forward passes, since not every
@@ -40,7 +40,7 @@ class Trace:
     """What one forward pass left behind."""
 
     embedding: Tensor
-    """Border 0, before any norm on it."""
+    """The embedding, before any norm on it."""
     states: list[State]
     """The state at every border."""
     hidden: Tensor

@@ -131,9 +131,9 @@ def test_dry_run_lists_the_groups_and_creates_nothing(says: Says, here: Path):
     printed = says(f"train --dry-run --out new {PRE} --optimizer.weight-decay 0.25")
     assert contents(here) == before
     # Two layers of four 16 x 16 and three 16 x 32 matrices, and the head; five norms.
-    assert "matrix 0.25 15 9,232" in printed
-    assert "embedding 0 1 4,112" in printed
-    assert "norm_gain 0 5 80" in printed
+    assert "matrix adamw 0.25 15 9,232" in printed
+    assert "embedding adamw 0 1 4,112" in printed
+    assert "norm_gain adamw 0 5 80" in printed
     assert "all 21 13,424" in printed
     n_bytes = Path("text.txt").stat().st_size
     train_tokens, validation_tokens = re.findall(r"([\d,]+) (?:training|validation) tokens", printed)
@@ -144,8 +144,8 @@ def test_dry_run_lists_the_groups_and_creates_nothing(says: Says, here: Path):
 @pytest.mark.parametrize("option", ["decay-norm-gains", "decay-embeddings"])
 def test_decay_can_be_asked_for(option: str, says: Says):
     printed = says(f"train --dry-run {PRE} --optimizer.weight-decay 0.25 --optimizer.{option}")
-    assert ("norm_gain 0.25" in printed) == (option == "decay-norm-gains")
-    assert ("embedding 0.25" in printed) == (option == "decay-embeddings")
+    assert ("norm_gain adamw 0.25" in printed) == (option == "decay-norm-gains")
+    assert ("embedding adamw 0.25" in printed) == (option == "decay-embeddings")
 
 
 def test_same_seed_same_run_other_seed_not():

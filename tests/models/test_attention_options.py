@@ -349,7 +349,10 @@ def test_encoders_have_no_cache():
         ({"latent": LATENT, "n_kv_heads": None, "placement": "siamese_hybrid_pre"}, ["placement", "model"]),
         ({"inner": Inner(head_scale="after_output"), "dim": 25, "head_dim": 6}, ["dim", "25", "4"]),
         ({"placement": "post:0-1,pre:2-9"}, ["9", "4"]),
-        ({"inner": Inner(qk="model", qk_gain="per_head"), "norm": NormConfig(kind="scale")}, ["scale", "per_head", "l2"]),
+        (
+            {"inner": Inner(qk="model", qk_gain="per_head"), "norm": NormConfig(kind="scale")},
+            ["scale", "per_head", "l2"],
+        ),
     ],
 )
 def test_wrong_options_say_what_is_wrong(wrong, words):

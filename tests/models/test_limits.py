@@ -14,7 +14,15 @@ NORMS = [NormConfig(kind="rms", eps=1e-5), NormConfig(kind="layer", eps=1e-5, bi
 
 def build(placement: str, norm: NormConfig, **options) -> DecoderLM:
     config = DecoderConfig(
-        placement=placement, vocab_size=23, dim=24, n_layers=3, n_heads=4, n_kv_heads=2, norm=norm, bias="all", **options
+        placement=placement,
+        vocab_size=23,
+        dim=24,
+        n_layers=3,
+        n_heads=4,
+        n_kv_heads=2,
+        norm=norm,
+        bias="all",
+        **options,
     )
     return DecoderLM(config).double()
 

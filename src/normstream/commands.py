@@ -1,0 +1,301 @@
+"""The commands of ``normstream``: each is a dataclass whose fields are its options and whose call does the work."""
+
+import os
+import platform
+import shlex
+import sys
+from dataclasses import asdict, dataclass, field, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from tyro.conf import Positional, arg
+
+from normstream import placements
+from normstream.__about__ import __version__
+from normstream.data import load_data, load_tokenizer, load_whole
+from normstream.generation import generate
+from normstream.lab import CompareConfig, compare, markdown_table, read_summary, write_report
+from normstream.lab.live import RunState, display, say
+from normstream.lab.markdown import write_page
+from normstream.lab.theory import TheoryConfig, theory
+from normstream.models import PRESETS, DecoderLM
+from normstream.optim import group_table
+from normstream.training import (
+    Interrupted,
+    RunFolder,
+    TrainConfig,
+    config_to_dict,
+    config_to_yaml,
+    environment,
+    evaluate,
+    find_checkpoint,
+    init_from,
+    load_model,
+    read_checkpoint_config,
+    resolve,
+    resolve_device,
+    train,
+)
+
+console = Console(highlight=False)
+
+ConfigFile = Annotated[Path | None, arg(help="YAML file to start from: the config.yaml that this command wrote.")]
+PresetName = Annotated[str | None, arg(help=f"Model dimensions by name: {', '.join(PRESETS)}.")]
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train one model. The run folder gets its config, metrics, checkpoints and result."""
+
+    out: Path = Path("runs/train")
+    """Run folder; must not exist yet, unless to resume it."""
+    resume: bool = False
+    """Go on with the interrupted run in the folder, from its newest checkpoint."""
+    accept_changes: bool = False
+    """Resume although the learning rate, schedule or number of steps differs from the run's own."""
+    dry_run: bool = False
+    """Check everything and show the config, the data and the parameter groups, without training."""
+    config: ConfigFile = None
+    preset: PresetName = None
+    run: Annotated[TrainConfig, arg(name="")] = field(default_factory=TrainConfig)
+
+    def __call__(self) -> None:
+        RunFolder(self.out).check(self.resume)
+        if self.dry_run:
+            show_plan(self.run)
+            return
+        state = RunState(self.run.model.placement, self.run.optimizer.lr, self.run.seed, self.run.steps)
+        try:
+            with display([state], console) as show:
+                result = train(
+                    self.run, self.out, resume=self.resume, accept_changes=self.accept_changes, on_row=show.row
+                )
+                show.finish(result)
+        except Interrupted as stopped:
+            say(console, f"{stopped}. Go on with: normstream train --resume --out {shlex.quote(str(self.out))}")
+            raise
+        table = Table("", "", show_header=False, box=None)
+        for key, value in asdict(result).items():
+            table.add_row(key, "-" if value is None else escape(str(value)))
+        console.print(table)
+        say(console, f"Run folder: {self.out}")
+
+
+@dataclass(frozen=True)
+class Compare:
+    """Train placements side by side on equal terms, and write a report."""
+
+    resume: bool = False
+    """Go on with the interrupted comparison in the folder."""
+    config: ConfigFile = None
+    preset: PresetName = None
+    plan: Annotated[CompareConfig, arg(name="")] = field(default_factory=CompareConfig)
+
+    def __call__(self) -> None:
+        compare(self.plan, resume=self.resume, command=shlex.join(["normstream", *sys.argv[1:]]), console=console)
+
+
+@dataclass(frozen=True)
+class Eval:
+    """Loss, perplexity and bits per byte of a checkpoint on a text."""
+
+    checkpoint: Positional[Path]
+    """Run folder, or one of its checkpoints."""
+    data: str | None = None
+    """Any source that training takes, read whole; by default the validation split of the run's own data."""
+    text_column: str = "text"
+    """Column of the text in JSONL, Parquet and hf: sources."""
+    batch_size: int = 8
+    """Samples at a time."""
+    batches: int | None = None
+    """Batches to evaluate on, spread evenly over the text; by default all of it."""
+    device: str = "auto"
+    """cpu, cuda, mps; auto takes the best there is."""
+
+    def __call__(self) -> None:
+        if self.batch_size < 1 or (self.batches is not None and self.batches < 1):
+            raise ValueError("batch_size and batches must be at least 1")
+        path = find_checkpoint(self.checkpoint)
+        data = read_checkpoint_config(path).data
+        if self.data is None:
+            packed = load_data(data).validation
+        else:
+            source = replace(data, source=self.data, text_column=self.text_column)
+            packed = load_whole(source, load_tokenizer(data.tokenizer))
+        model = load_model(path).to(resolve_device(self.device))
+        scores = evaluate(model, packed, batch_size=self.batch_size, batches=self.batches)
+        table = Table("", "", show_header=False, box=None)
+        for key, value in scores.items():
+            table.add_row(key.replace("_", " "), f"{value:.6g}")
+        console.print(table)
+
+
+@dataclass(frozen=True)
+class Generate:
+    """Continue a text with a checkpoint."""
+
+    checkpoint: Positional[Path]
+    """Run folder, or one of its checkpoints."""
+    prompt: str = "def "
+    """Text to continue."""
+    max_new_tokens: int = 200
+    """Tokens to add."""
+    temperature: float = 0.8
+    """0 takes the likeliest token each time."""
+    top_k: int | None = 50
+    """Sample among the k likeliest tokens only."""
+    seed: int = 0
+    """Seed of the sampling."""
+    device: str = "auto"
+    """cpu, cuda, mps; auto takes the best there is."""
+
+    def __call__(self) -> None:
+        path, device = find_checkpoint(self.checkpoint), resolve_device(self.device)
+        model, tokenizer = load_model(path).to(device), load_tokenizer(read_checkpoint_config(path).data.tokenizer)
+        tokens = tokenizer.encode(self.prompt)
+        if not tokens:
+            raise ValueError("the prompt is empty; give at least one character")
+        answer = generate(
+            model,
+            torch.tensor([tokens], device=device),
+            self.max_new_tokens,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            seed=self.seed,
+            eot=tokenizer.eot,
+        )
+        say(console, tokenizer.decode(answer[0].tolist()))
+
+
+@dataclass(frozen=True)
+class Report:
+    """Write the report of a comparison again, from its summary.json."""
+
+    comparison: Positional[Path] = Path("runs/compare")
+    """Folder of the comparison, or its summary.json."""
+    out: Path | None = None
+    """The HTML file; by default report.html beside the summary."""
+    markdown: bool = False
+    """Print the table of final losses as Markdown, to paste into an issue or a README."""
+    markdown_page: Path | None = None
+    """A Markdown file to write too: conclusion, table, definitions of its words, and how the comparison was made."""
+
+    def __call__(self) -> None:
+        path = self.comparison / "summary.json" if self.comparison.is_dir() else self.comparison
+        out = self.out or path.with_name("report.html")
+        summary = read_summary(path)
+        write_report(summary, out)
+        if self.markdown:
+            say(console, markdown_table(summary))
+        if self.markdown_page:
+            write_page(summary, self.markdown_page)
+        say(console, f"Report: {out}")
+
+
+@dataclass(frozen=True)
+class Theory:
+    """Measure placements at initialization, next to what the papers predict, and write a report."""
+
+    plan: Annotated[TheoryConfig, arg(name="")] = field(default_factory=TheoryConfig)
+
+    def __call__(self) -> None:
+        theory(self.plan, command=shlex.join(["normstream", *sys.argv[1:]]), console=console)
+
+
+@dataclass(frozen=True)
+class List:
+    """All placements, or those named: equations, constants, sources, options, and where paper and code differ."""
+
+    only: Positional[tuple[str, ...]] = ()
+    """Names of placements."""
+
+    def __call__(self) -> None:
+        for name in self.only or placements.names():
+            placement = placements.get(name)
+            console.print(f"[bold]{escape(str(placement))}[/bold]  {escape(placement.title)}")
+            table = Table("", "", show_header=False, box=None, pad_edge=True)
+            options = ", ".join(f"{key}={str(value).lower()}" for key, value in config_to_dict(placement).items())
+            rows = {
+                "equation": placement.equation,
+                "streams": ", ".join(placement.streams),
+                "options": options,
+                "inside sublayers": str(placement.inner),
+                "init": placement.init,
+                "paper": placement.paper,
+                "code": placement.code,
+                "differs": placement.differs,
+            }
+            for key, value in rows.items():
+                if value:
+                    table.add_row(f"  {key}", escape(value))
+            console.print(table)
+
+
+@dataclass(frozen=True)
+class Doctor:
+    """What this installation runs on: versions, devices, threads, extras."""
+
+    def __call__(self) -> None:
+        about = environment()
+        rows: dict[str, Any] = {
+            "normstream": __version__,
+            "python": f"{about['python']} ({sys.executable})",
+            "torch": about["torch"],
+            "platform": about["platform"],
+            "processors": about["cpus"],
+            "threads": f"{about['threads']} (OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'unset')})",
+            "device": f"{resolve_device('auto')} ({about['gpu'] or platform.machine()})",
+            "bf16 on this device": str(supports_bf16()).lower(),
+            "placements": ", ".join(placements.names()),
+        }
+        table = Table("", "", show_header=False, box=None)
+        for key, value in rows.items():
+            table.add_row(key, escape(str(value)))
+        for extra, module in (("parquet", "pyarrow"), ("text", "pythonbible"), ("hf", "datasets")):
+            table.add_row(escape(f"extra [{extra}]"), "installed" if installed(module) else "not installed")
+        console.print(table)
+
+
+COMMANDS = (Train, Compare, Eval, Generate, Report, Theory, List, Doctor)
+
+
+def show_plan(config: TrainConfig) -> None:
+    """What ``train`` would do: resolved config, data, parameter groups."""
+    resolve_device(config.device)
+    data = load_data(config.data)
+    config = resolve(config, data)
+    if config.init_from is not None:
+        init_from(DecoderLM(config.model), config.init_from)
+    with torch.device("meta"):
+        model = DecoderLM(config.model)
+    say(console, config_to_yaml(config))
+    say(
+        console,
+        f"data: {len(data.train.tokens):,} training tokens, {len(data.validation.tokens):,} validation tokens, "
+        f"hash {data.corpus_hash[:16]}\n",
+    )
+    table = Table("group", "optimizer", "weight decay", "tensors", "parameters", box=None)
+    rows = group_table(model, config.optimizer)
+    for row in rows:
+        table.add_row(row.group, row.optimizer, f"{row.decay:g}", f"{row.tensors:,}", f"{row.parameters:,}")
+    table.add_row("all", "", "", f"{sum(row.tensors for row in rows):,}", f"{sum(row.parameters for row in rows):,}")
+    console.print(table)
+
+
+def supports_bf16() -> bool:
+    """Whether a bf16 matrix product runs on the best device."""
+    try:
+        ones = torch.ones(2, 2, dtype=torch.bfloat16, device=resolve_device("auto"))
+        return bool((ones @ ones == 2).all())
+    except RuntimeError:
+        return False
+
+
+def installed(module: str) -> bool:
+    """Whether a module can be imported, without importing it."""
+    return find_spec(module) is not None

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from normstream import initialize, placements
+from normstream import commands, initialize, placements
 from normstream.cli import main
 from normstream.data import ByteTokenizer, DataConfig, Loader, load_data
 from normstream.generation import generate
@@ -370,9 +370,9 @@ def test_report_is_written_again_from_the_summary(says: Says):
 
 
 def test_list_has_every_placement_with_equation_and_source(says: Says, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("COLUMNS", "1000")
+    monkeypatch.setattr(commands.console, "_width", 1000)
     printed = says("list")
-    for name in ("pre", "post", "siamese", "siamese_hybrid_pre"):
+    for name in placements.names():
         placement = placements.get(name)
         for text in (name, placement.equation, placement.paper, placement.code):
             assert text

@@ -157,7 +157,7 @@ def test_many_placements_are_a_matrix(many_summary, html):
     assert "2.800<br><small>diverged 1/2</small>" in cells
     assert text.count("<small>collapsed 1/2</small>") == 4
     assert text.count("<small>collapsed 2/2</small>") == 1
-    assert "Largest stable rate</strong>: the largest learning rate tried" in text
+    assert "Largest stable rate</strong>: going up from the smallest learning rate tried" in text
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here to open the report in")

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import torch
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 from tyro.conf import Positional, arg
 
 from normstream import placements
@@ -218,7 +218,7 @@ class List:
         for name in self.only or placements.names():
             placement = placements.get(name)
             console.print(f"[bold]{escape(str(placement))}[/bold]  {escape(placement.title)}")
-            table = Table("", "", show_header=False, box=None, pad_edge=True)
+            table = Table("", Column(overflow="fold"), show_header=False, box=None, pad_edge=True)
             options = ", ".join(f"{key}={str(value).lower()}" for key, value in config_to_dict(placement).items())
             rows = {
                 "equation": placement.equation,
@@ -251,7 +251,7 @@ class Doctor:
             "threads": f"{about['threads']} (OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'unset')})",
             "device": f"{resolve_device('auto')} ({about['gpu'] or platform.machine()})",
             "bf16 on this device": str(supports_bf16()).lower(),
-            "placements": ", ".join(placements.names()),
+            "placements": f"{len(placements.names())}, see normstream list",
         }
         table = Table("", "", show_header=False, box=None)
         for key, value in rows.items():

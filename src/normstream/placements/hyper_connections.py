@@ -134,8 +134,9 @@ class ManifoldHyperConnections(HyperStreams):
     )
     differs: ClassVar[str] = (
         "paper, the default: every weight sees all streams, normed as one vector; the sums over sources are scaled "
-        "last; starts near the identity.  library: the weights of a stream see that stream alone; the sums over "
-        "targets are scaled last; starts far from the identity (R 0.475 on and 0.175 off the diagonal, b 1.46)"
+        "last; starts near the identity. library, mapping=code: the weights of a stream see that stream alone; the "
+        "sums over targets are scaled last; starts far from the identity (R 0.475 on and 0.175 off the diagonal, b "
+        "1.46)"
     )
 
     mapping: Version = "paper"

@@ -384,7 +384,7 @@ def test_doctor(says: Says):
     printed = says("doctor")
     assert value(printed, "torch") == torch.__version__
     assert value(printed, "threads") == str(torch.get_num_threads())
-    assert ", ".join(placements.names()) in printed
+    assert f"{len(placements.names())}, see normstream list" in printed
 
 
 # what is refused

@@ -119,7 +119,7 @@ class Eval:
 
     def __call__(self) -> None:
         if self.batch_size < 1 or (self.batches is not None and self.batches < 1):
-            raise ValueError("batch_size and batches must be at least 1")
+            raise ValueError(f"batch_size and batches must be at least 1, got {self.batch_size} and {self.batches}")
         path = find_checkpoint(self.checkpoint)
         data = read_checkpoint_config(path).data
         if self.data is None:

@@ -86,6 +86,7 @@ class Matrix:
         return getattr(SCHEMES[scheme], self.role)(self)
 
 
+# The entries of the table above, by the names that SCHEMES has for them.
 def std(m: Matrix) -> float:
     return m.init_std
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from normstream.junctions.junction import Join, Read, State, add
+from normstream.norms import precise_dtype
 
 
 class HyperStart(nn.Module):
@@ -101,7 +102,7 @@ class Mix(nn.Module):
 
     def forward(self, h_BTND: Tensor) -> tuple[Tensor, State]:
         """u, and the state: the mixed streams and b."""
-        high_BTND = h_BTND.to(torch.float64 if h_BTND.dtype == torch.float64 else torch.float32)
+        high_BTND = h_BTND.to(precise_dtype(h_BTND))
         with torch.autocast(h_BTND.device.type, enabled=False):
             alpha_NM, beta_N = self.weights(high_BTND)
             equation = "nm,...nd->...md" if alpha_NM.ndim == 2 else "...nm,...nd->...md"

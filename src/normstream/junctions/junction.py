@@ -7,8 +7,9 @@ streams, followed by a *read*, which belongs to the sublayer after it and takes 
 
     (state, update) --join--> state --read--> (state, z) --sublayer--> update --> next junction
 
-The state is a tuple of tensors, one a stream. The first junction starts from the empty state, with the embedding as
-its update; the z of the last one is the model's final hidden vector.
+The state is a tuple of tensors: the streams, one tensor each (n hyper-connected streams are one tensor), and behind
+them what one half leaves for the next, as the weights of hyper-connections. The first junction starts from the empty
+state, with the embedding as its update; the z of the last one is the model's final hidden vector.
 
 Shape suffixes: B batch, T sequence, D width.
 """
@@ -101,7 +102,7 @@ class Start(nn.Module):
 class Junction(nn.Module):
     """A join and the read that follows it.
 
-    Shapes: streams, update and z are ``(B, T, D)``; the state is a tuple of streams.
+    Shapes: update, z and each stream are ``(B, T, D)``; n hyper-connected streams are one tensor ``(B, T, n, D)``.
 
     >>> from normstream.norms import RMSNorm
     >>> from normstream.junctions import PreNormJoin, PreNormRead

@@ -1,7 +1,7 @@
 """SiameseNorm: two streams, x normalized again and again (Post-Norm-like), y only ever added to (Pre-Norm-like).
 
-    join                       x <- N_x(x + o / c)      y <- y + o
-    read                       z = N_in(x + N_y(y))
+    join                                  x <- N_x(x + o / c)      y <- y + o
+    read                                  z = N_in(x + N_y(y))
     read (hybrid-pre, before attention)   z = c1 * x + N_y(y)
 
 Both streams receive the same update o of one shared sublayer. c grows with depth; it scales the update of x only.

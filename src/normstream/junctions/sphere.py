@@ -1,6 +1,7 @@
 """Streams that stay on a sphere: GeoNorm keeps the length of x, nGPT keeps it at 1.
 
-join   ``GeoNormJoin``   x <- cos(theta) x + sin(theta) |x| v / |v|,   v = o - <x, o> / |x|^2 x
+join   ``GeoNormJoin``   x <- cos(theta) x + sin(theta) |x| v / |v|,   v = o - <x, o> / |x|^2 x,
+                         theta = decay * min(|v| / |x|, max_angle)
        ``LerpJoin``      x <- unit(x + |alpha| * (unit(o) - x)),       unit(x) = x / |x|
 """
 
@@ -48,6 +49,7 @@ class GeoNormJoin(Join):
         self.decay, self.max_angle = decay, max_angle
 
     def contributions(self, update: Tensor) -> State:
+        """The update o that x turns towards; what x moves by depends on x too."""
         return (self.drop(update),)
 
     def forward(self, state: State, update: Tensor) -> State:
@@ -63,6 +65,7 @@ class GeoNormJoin(Join):
         v = v - (direction * v).sum(-1, keepdim=True) * direction  # once more: rounding leaves a part along x
         slope = v.norm(dim=-1, keepdim=True)
         theta = self.decay * slope.clamp(max=self.max_angle)
+        # sin(theta) / slope tends to decay: an update along x makes no 0 / 0, in the gradient neither
         step = torch.where(slope > 0, theta.sin() / torch.where(slope > 0, slope, 1), self.decay)
         moved = radius * (theta.cos() * direction + step * v)
         return (torch.where(on_sphere, moved, x_high + o_high).to(x.dtype),)
@@ -103,6 +106,7 @@ class LerpJoin(Join):
         return (self.alpha.to(precise_dtype(self.alpha)) * (self.start * math.sqrt(self.dim))).abs()
 
     def contributions(self, update: Tensor) -> State:
+        """``|alpha| * unit(o)``; x itself is carried with the factor 1 - |alpha|."""
         return ((self.rate() * self.drop(unit(update))).to(update.dtype),)
 
     def forward(self, state: State, update: Tensor) -> State:

@@ -117,6 +117,8 @@ def head_norm(
     Swin v2 learn one scale for the product of query and key, here the product of two. It is kept in multiples of
     ``unit``.
 
+    Raises ValueError for a model norm of kind scale, whose gain is one number, with other statistics or another gain.
+
     >>> head_norm("rms", NormConfig(), 8, 64, statistics="all_heads", gain="per_head").weight.shape
     torch.Size([512])
     >>> head_norm("rms", NormConfig(), 2, 64, statistics="head", gain="shared").weight.shape

@@ -16,7 +16,7 @@ class Parallel(nn.Module):
 
     Args:
         branches: modules by kind; each maps ``(z, context)`` to its update.
-        norms: the norm of each branch by kind; none by default.
+        norms: a norm for every branch, by kind; None for none.
 
     Shape: ``(B, T, D)`` to ``(B, T, D)``.
 
@@ -34,12 +34,11 @@ class Parallel(nn.Module):
     def __init__(self, branches: Mapping[str, nn.Module], norms: Mapping[str, nn.Module] | None = None) -> None:
         super().__init__()
         self.kinds = tuple(branches)
-        norms = norms or {}
+        self.has_norms = norms is not None
         for kind, branch in branches.items():
-            if kind in norms:
+            if norms is not None:
                 self.add_module(f"{kind}_norm", norms[kind])
             self.add_module(kind, branch)
-        self.has_norms = bool(norms)
 
     def forward(self, z_BTD: Float[Tensor, "B T D"], context: Context) -> Float[Tensor, "B T D"]:
         update, *others = (getattr(self, kind)(self._input(kind, z_BTD), context) for kind in self.kinds)

@@ -32,6 +32,8 @@ def repeat_heads(x_BGSK: Float[Tensor, "B G S K"], n_heads: int) -> Float[Tensor
 def masked(scores_BHTS: Float[Tensor, "B H T S"], mask: Tensor | None, *, causal: bool) -> Float[Tensor, "B H T S"]:
     """The scores with minus infinity where a query may not attend; a mask of numbers is added.
 
+    Without a mask, ``causal`` is for as many queries as keys; what a cache needs comes as a mask.
+
     >>> masked(torch.zeros(1, 1, 2, 2), None, causal=True)[0, 0].tolist()
     [[0.0, -inf], [0.0, 0.0]]
     """

@@ -136,7 +136,9 @@ class DecoderConfig:
                 "rotated; change dim, n_heads, head_dim or positions.fraction"
             )
         if self.n_heads % self.resolved_kv_heads:
-            raise ValueError(f"n_heads {self.n_heads} is not divisible by n_kv_heads {self.resolved_kv_heads}")
+            raise ValueError(
+                f"n_heads {self.n_heads} is not divisible by n_kv_heads {self.resolved_kv_heads}; change one of them"
+            )
 
     def _check_windows(self) -> None:
         positions = self.positions
@@ -160,7 +162,8 @@ class DecoderConfig:
             inner = self.inner_of(layer)
             if inner.head_scale == "after_output" and self.dim % self.n_heads:
                 raise ValueError(
-                    f"a head scale after the output matrix needs dim {self.dim} divisible by n_heads {self.n_heads}"
+                    f"a head scale after the output matrix needs dim {self.dim} divisible by n_heads {self.n_heads}; "
+                    "change one of them, or set inner.head_scale to before_output or none"
                 )
             if self.latent.kv_rank and (inner.qk, inner.v, inner.link) != ("none",) * 3:
                 raise ValueError(

@@ -29,7 +29,8 @@ class DecoderLM(nn.Module):
     The parameters' values are torch's defaults until ``normstream.init.initialize(model, seed)`` sets them; the
     model can be built on the meta device.
 
-    Raises ValueError for an unknown placement and for a sequence longer than ``max_seq_len``.
+    Raises ValueError for a sequence longer than ``max_seq_len``, for learned positions outside their table, and for a
+    cache together with documents or with a model that is not causal.
 
     >>> model = DecoderLM(DecoderConfig(placement="pre", vocab_size=10, dim=8, n_layers=2, n_heads=2))
     >>> model(torch.zeros(1, 3, dtype=torch.int64)).shape
@@ -127,7 +128,9 @@ class DecoderLM(nn.Module):
         n_cached = 0 if cache is None else cache.length
         n_keys = n_cached + tokens_BT.shape[1]
         if n_keys > self.config.max_seq_len:
-            raise ValueError(f"sequence of {n_keys} tokens, but max_seq_len is {self.config.max_seq_len}")
+            raise ValueError(
+                f"sequence of {n_keys} tokens, but max_seq_len is {self.config.max_seq_len}; shorten it or raise that"
+            )
         if self.pos_embeddings is not None and positions_BT is not None and positions_BT.is_cpu:
             outside = (positions_BT < 0) | (positions_BT >= self.config.max_seq_len)
             if outside.any():

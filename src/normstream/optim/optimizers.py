@@ -48,7 +48,8 @@ def radam(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
         rho_inf = 2 / (1 - beta2) - 1        rho = rho_inf - 2 t beta2^t / (1 - beta2^t)
         r = sqrt((rho - 4) (rho - 2) rho_inf / ((rho_inf - 4) (rho_inf - 2) rho))
 
-    While rho <= 5 (up to t = 5) the step is momentum without adaption: the paper says 4, the authors' code and torch 5.
+    While rho <= 5 (up to t = 5) the step is momentum alone, not adaptive; the paper says 4, the authors' code and
+    torch 5.
 
     >>> radam([{"params": [nn.Parameter(torch.ones(1))]}], OptimizerConfig()).defaults["decoupled_weight_decay"]
     True

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from normstream.layers import Attention
 from normstream.layers.latent_attention import LatentAttention
+from normstream.norms import precise_dtype
 from normstream.optim.config import QKClipConfig
 
 QK_NORM = (
@@ -103,8 +104,7 @@ class QKClip:
 
 def _record(attention: Attention | LatentAttention) -> Tensor:
     weight = attention.wo.weight
-    dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
-    return torch.full((attention.n_heads,), -torch.inf, dtype=dtype, device=weight.device)
+    return torch.full((attention.n_heads,), -torch.inf, dtype=precise_dtype(weight), device=weight.device)
 
 
 def _gamma(max_logits: Tensor, threshold: float) -> Tensor:

@@ -85,7 +85,7 @@ def parameter_roles(model: nn.Module) -> dict[str, Role]:
             shared = shared - {"matrix"}
         if len(shared) > 1:
             raise ValueError(
-                f"parameter {name!r} is shared by modules that use it as {' and as '.join(sorted(shared))}"
+                f"parameter {name!r} is shared by modules that use it as {' and as '.join(sorted(shared))}; untie it"
             )
         roles[name] = next(iter(shared))
     return roles

@@ -15,6 +15,10 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from normstream.names import check_choice
+
+Shape = Literal["constant", "linear", "cosine", "wsd", "noam"]
+
 
 @dataclass(frozen=True)
 class ScheduleConfig:
@@ -24,7 +28,7 @@ class ScheduleConfig:
     0.1
     """
 
-    kind: Literal["constant", "linear", "cosine", "wsd", "noam"] = "cosine"
+    kind: Shape = "cosine"
     """Shape after the warm-up; noam is the inverse square root in the form of Xiong et al. 2020."""
     warmup: int = 0
     """Steps of linear warm-up; 0 starts at the peak."""
@@ -34,6 +38,7 @@ class ScheduleConfig:
     """Share of all steps that wsd decays over, at the end."""
 
     def __post_init__(self) -> None:
+        check_choice("schedule.kind", self.kind, Shape)
         if self.warmup < 0:
             raise ValueError(f"schedule.warmup must be at least 0, got {self.warmup}")
         if not 0 <= self.final_fraction <= 1:

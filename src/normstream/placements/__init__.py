@@ -17,9 +17,7 @@ from normstream.placements import output_norm as output_norm
 from normstream.placements import pre_norm_family as pre_norm_family
 from normstream.placements import realformer as realformer
 from normstream.placements import residual as residual
-from normstream.placements import siamese as _siamese
 from normstream.placements import siamese_hyper as siamese_hyper
-from normstream.placements import single_stream as _single_stream
 from normstream.placements import span_norm as span_norm
 from normstream.placements import sub_ln as sub_ln
 from normstream.placements.placement import Build as Build
@@ -30,9 +28,10 @@ from normstream.placements.placement import Stack as Stack
 from normstream.placements.registry import get as get
 from normstream.placements.registry import names as names
 from normstream.placements.registry import register as register
+from normstream.placements.siamese import SiameseNorm as SiameseNorm
+from normstream.placements.siamese import SiameseNormHybridPre as SiameseNormHybridPre
+from normstream.placements.single_stream import PostNorm as PostNorm
+from normstream.placements.single_stream import PreNorm as PreNorm
 
-DEFAULT = _siamese.SiameseNorm.name
-PostNorm = _single_stream.PostNorm
-PreNorm = _single_stream.PreNorm
-SiameseNorm = _siamese.SiameseNorm
-SiameseNormHybridPre = _siamese.SiameseNormHybridPre
+DEFAULT = SiameseNorm.name
+"""The placement of a configuration that names none."""

@@ -35,7 +35,7 @@ def beta(stack: Stack, n_layers: int, constants: Constants = "paper") -> float:
     """Factor of the initial value, output and feed-forward matrices, for N encoder and M decoder blocks.
 
     A stack by itself (8N)^(-1/4), the encoder of two 0.87 (N^4 M)^(-1/16), their decoder (12M)^(-1/4). The code has
-    1.15 in the place of 0.87: it divides by the number that it should multiply with.
+    1.15, which is 1 / 0.87, in the place of 0.87.
 
     Source: DeepNet, arXiv 2203.00555; microsoft/torchscale:torchscale/architecture/encoder.py and decoder.py.
 

@@ -1,4 +1,4 @@
-"""NormFormer: Pre-Norm with three cheap additions."""
+"""NormFormer: Pre-Norm with four cheap additions."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal

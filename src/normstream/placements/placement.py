@@ -127,7 +127,7 @@ class Placement:
     paper: ClassVar[str]
     """Where it was published."""
     code: ClassVar[str]
-    """Official code, as repository:path."""
+    """Official code as repository:path, or where there is none, whose code comes nearest."""
     differs: ClassVar[str] = ""
     """Where paper and code disagree, and which of them the defaults follow."""
     inner: ClassVar[Inner] = NOTHING_INNER

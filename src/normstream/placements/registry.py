@@ -31,7 +31,8 @@ def register(placement: PlacementClass) -> PlacementClass:
     known = _PLACEMENTS.setdefault(placement.name, placement)
     if known is not placement and known.__qualname__ != placement.__qualname__:
         raise ValueError(
-            f"a placement named {placement.name!r} exists already: {known.__module__}.{known.__qualname__}"
+            f"a placement named {placement.name!r} exists already: {known.__module__}.{known.__qualname__}; "
+            "choose another name"
         )
     _PLACEMENTS[placement.name] = placement
     return placement

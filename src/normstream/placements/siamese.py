@@ -76,7 +76,10 @@ class SiameseNorm(Siamese):
 
     name: ClassVar[str] = "siamese"
     title: ClassVar[str] = "SiameseNorm (post-pre)"
-    equation: ClassVar[str] = "x <- N_x(x + o/c), y <- y + o;  z = N_in(x + N_y(y));  c = sqrt(2(l+1))"
+    equation: ClassVar[str] = (
+        "x <- N_x(x + o/c), y <- y + o;  z = N_in(x + N_y(y));  c = sqrt(2(l+1));  "
+        "start: x = N_x(e), y = e;  final: N(x + N_y(y))"
+    )
     code: ClassVar[str] = "Qwen-Applications/SiameseNorm:deit-model-siamesenorm.py"
     differs: ClassVar[str] = (
         "paper: c = sqrt(l+1), raw embedding on x, read-out x + N(y), input norm as an add-on; "
@@ -130,7 +133,8 @@ class SiameseNormHybridPre(Siamese):
     title: ClassVar[str] = "SiameseNorm (hybrid-pre)"
     equation: ClassVar[str] = (
         "attention: z = c1*x + N_y(y), x <- N_x(x + o/c), y <- y + o;  "
-        "feed-forward: z = N_in(x + N_y(y)), x <- x + o/c, y <- y + o;  c = sqrt(2(l+1))"
+        "feed-forward: z = N_in(x + N_y(y)), x <- x + o/c, y <- y + o;  c = sqrt(2(l+1));  "
+        "final: N(x + N_y(y))"
     )
     code: ClassVar[str] = "Qwen-Applications/SiameseNorm:OLMo_model_hybrid_pre.py"
     differs: ClassVar[str] = (

@@ -41,7 +41,9 @@ class SiameseHyperConnections(Siamese):
     )
     paper: ClassVar[str] = "no paper: named as future work in SiameseNorm, arXiv 2602.08064"
     code: ClassVar[str] = "none but this package"
-    differs: ClassVar[str] = "our own combination: the options of siamese and of hyper_connections, with their defaults"
+    differs: ClassVar[str] = (
+        "our own combination: the options of siamese but pair and of hyper_connections but tanh, with their defaults"
+    )
 
     n_streams: int = 4
     """Number n of hyper-connected streams."""

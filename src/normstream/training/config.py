@@ -9,6 +9,7 @@ import torch
 
 from normstream.data import Data, DataConfig
 from normstream.models import DecoderConfig
+from normstream.names import check_choice
 from normstream.optim import OptimizerConfig, ScheduleConfig
 from normstream.optim.qk_clip import QK_NORM
 
@@ -71,6 +72,7 @@ class TrainConfig:
     """Checkpoint folder, run folder or .safetensors file whose weights the run starts from."""
 
     def __post_init__(self) -> None:
+        check_choice("precision", self.precision, Precision)
         for name in _COUNTS:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -78,14 +80,17 @@ class TrainConfig:
             raise ValueError(f"seed must not be negative, got {self.seed}")
         if self.batch_size % self.grad_accumulation:
             raise ValueError(
-                f"batch_size {self.batch_size} is not divisible by grad_accumulation {self.grad_accumulation}"
+                f"batch_size {self.batch_size} is not divisible by grad_accumulation {self.grad_accumulation}; "
+                "change one of them"
             )
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"clip must be above 0, or None, got {self.clip}")
         if not 0 <= self.z_loss < math.inf:
             raise ValueError(f"z_loss must be at least 0, got {self.z_loss}")
         if self.schedule.warmup > self.steps:
-            raise ValueError(f"schedule.warmup {self.schedule.warmup} is longer than the run of {self.steps} steps")
+            raise ValueError(
+                f"schedule.warmup {self.schedule.warmup} is longer than the run of {self.steps} steps; change either"
+            )
         if self.data.seq_len > self.model.max_seq_len:
             raise ValueError(
                 f"data.seq_len {self.data.seq_len} is above model.max_seq_len {self.model.max_seq_len}; change one"

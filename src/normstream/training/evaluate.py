@@ -14,6 +14,7 @@ from torch import Tensor
 
 from normstream.data import Batch, PackedTokens
 from normstream.models import DecoderLM
+from normstream.norms import precise_dtype
 from normstream.training.config import Precision
 
 NO_TARGET = (
@@ -35,7 +36,7 @@ def autocast(precision: Precision, device: torch.device) -> AbstractContextManag
 def logits_of(model: DecoderLM, batch: Batch) -> Tensor:
     """The logits (B, T, V) of a batch, in float32 or float64."""
     logits_BTV = model(batch.inputs_BT, documents_BT=batch.documents_BT, positions_BT=batch.positions_BT)
-    return logits_BTV.to(torch.float64 if logits_BTV.dtype == torch.float64 else torch.float32)
+    return logits_BTV.to(precise_dtype(logits_BTV))
 
 
 def loss_sum(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
@@ -78,7 +79,9 @@ def eval_batches(packed: PackedTokens, batch_size: int, batches: int | None) -> 
     """
     n = len(packed) if batches is None else min(len(packed), batches * batch_size)
     if n == 0:
-        raise ValueError(f"text of {len(packed.tokens)} tokens is shorter than one sample of {packed.seq_len + 1}")
+        raise ValueError(
+            f"text of {len(packed.tokens)} tokens is shorter than one sample of {packed.seq_len + 1}; give a longer one"
+        )
     samples = np.arange(n) * len(packed) // n
     return (packed.batch(samples[start : start + batch_size]) for start in range(0, n, batch_size))
 

@@ -55,6 +55,18 @@ def test_cap_and_previous_scores_by_hand():
             torch.testing.assert_close(got[1, h, t], expected, rtol=0, atol=1e-12)
 
 
+def test_pb_relaxed_attention_is_the_same_function():
+    """CogView: softmax(alpha (q k / (alpha sqrt(K)) - row maximum)) with alpha = 32, on logits of some hundreds."""
+    q, k, v = qkv()
+    q = 100 * q
+    got, scores = attention_in_steps(q, k, v, scale=DIM**-0.5, mask=None, causal=False, cap=None, previous_BHTS=None)
+    k, v = (x.repeat_interleave(HEADS // GROUPS, dim=1) for x in (k, v))
+    relaxed = (q / (32 * math.sqrt(DIM))) @ k.transpose(-1, -2)
+    weights = (32 * (relaxed - relaxed.amax(-1, keepdim=True))).softmax(-1)
+    assert scores.max() > 200
+    torch.testing.assert_close(got, weights @ v, rtol=0, atol=1e-12)
+
+
 def test_soft_cap():
     x = torch.tensor([-100.0, -1.0, 0.0, 1e-3, 100.0], dtype=torch.float64)
     assert soft_cap(x, 30.0).tolist() == pytest.approx([30 * math.tanh(v / 30) for v in x.tolist()], abs=1e-12)

@@ -128,8 +128,9 @@ def test_a_step_of_sgd_moves_every_parameter(name):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(tokens()).logsumexp(-1).square().mean().backward()
     optimizer.step()
-    stuck = {n for n, p in model.named_parameters() if torch.equal(p, before[n])}
-    assert stuck == set(UNMOVED.get(name, {})), stuck
+    moved = {n: (p.detach() - before[n]).abs().max().item() for n, p in model.named_parameters()}
+    stuck = {n for n, by in moved.items() if by < 1e-9}  # rounding alone is no movement
+    assert stuck == set(UNMOVED.get(name, {})), moved
 
 
 @pytest.mark.parametrize("name", NAMES)

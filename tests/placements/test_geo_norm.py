@@ -1,6 +1,7 @@
 """GeoNorm: lengths, angles, limits, against plane geometry."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -93,6 +94,14 @@ def test_decay_by_block(kind, factors):
     row = placements.get(f"geo_norm(decay={kind})").junctions(dim=2, n_layers=4)
     got = [getattr(junction.join, "decay", None) for junction in row[1:]]
     assert got == pytest.approx([factor for factor in factors for _ in range(2)])
+
+
+def test_defaults_are_those_of_the_port():
+    """Angles up to pi/4, divided by the block."""
+    row: Any = placements.get("geo_norm").junctions(dim=2, n_layers=3)
+    assert [(junction.join.max_angle, junction.join.decay) for junction in row[2::2]] == [
+        (math.pi / 4, pytest.approx(1 / block)) for block in (1, 2, 3)
+    ]
 
 
 @pytest.mark.parametrize("angle", ["0", "1.6", "nan"])

@@ -29,6 +29,10 @@ def test_mix_ln_has_the_floor_of_alpha_times_l_post_norm_blocks(n_layers, alpha,
     assert joins(f"mix_ln(alpha={alpha})", n_layers) == wanted
 
 
+def test_a_quarter_of_the_blocks_is_the_papers_choice():
+    assert joins("mix_ln", 100) == ["Post"] * 50 + ["Pre"] * 150
+
+
 @pytest.mark.parametrize("alpha", ["-0.1", "1.1", "nan"])
 def test_alpha_is_a_share(alpha):
     with pytest.raises(ValueError, match="alpha"):

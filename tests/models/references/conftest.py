@@ -60,7 +60,9 @@ class Weights:
         layer = f"layers.{s // 2}"
         return self.feed_forward(f"{layer}.feed_forward", z) if s % 2 else self.attention(f"{layer}.attention", z)
 
-    def attention(self, name: str, z: Tensor) -> Tensor:
+    def attention(self, name: str, z: Tensor, mix: Callable[..., Tensor] = lambda q, k, v: v) -> Tensor:
+        """``mix`` changes the values, given queries, keys and values as (B, H, T, K)."""
+
         def heads(letter: str) -> Tensor:
             x = self.linear(f"{name}.w{letter}", z).unflatten(-1, (-1, HEAD_DIM))
             return self.head_norm(f"{name}.{letter}_norm", x) if f"{name}.{letter}_norm.weight" in self.w else x
@@ -68,7 +70,7 @@ class Weights:
         q, k, v = (heads(letter).transpose(1, 2) for letter in "qkv")
         if self.config.positions.kind == "rotary":
             q, k = rotated(q), rotated(k)
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, mix(q, k, v)))
         later = torch.ones(q.shape[2], q.shape[2]).triu(1).bool()
         scores = (q @ k.transpose(-1, -2) / math.sqrt(HEAD_DIM)).masked_fill(later, -math.inf)
         mixed = (scores.softmax(-1) @ v).transpose(1, 2)
@@ -80,7 +82,9 @@ class Weights:
         return self.linear(f"{name}.wo", mixed) * (gamma if after else 1)
 
     def head_norm(self, name: str, x: Tensor) -> Tensor:
-        """The model's norm on each head; LayerNorm in the codes that have gains (and biases) for each head."""
+        """The model's norm on each head or on all; LayerNorm in codes with gains (and biases) for each head."""
+        if self.config.inner_of(0).qk_statistics == "all_heads":
+            return self.norm(name, x.flatten(-2)).view_as(x)
         if self.w[f"{name}.weight"].numel() == HEAD_DIM:
             return self.norm(name, x)
         x = x - x.mean(-1, keepdim=True)

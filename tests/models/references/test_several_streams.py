@@ -67,6 +67,48 @@ def hybrid_pre(first_layer_pre: bool) -> Model:
     return run
 
 
+def depth_attention(m: Any, x: Tensor) -> Tensor:
+    """archspace's olmo3_siamese_depth.py: hybrid-pre; every (L // 2)-th layer keeps its keys and mixed values.
+
+    The values of a layer are mixed with those kept before it, by query and key at the same position, itself included.
+    """
+    y, kept = x, []
+
+    def mix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keys, values = (torch.stack([pair[i] for pair in [*kept, (k, v)]], dim=-2) for i in (0, 1))
+        weights = (keys @ q[..., None] / math.sqrt(q.shape[-1])).softmax(-2)
+        v = (weights * values).sum(-2)
+        if layer % (m.config.n_layers // 2) == 0:
+            kept.append((k, v))
+        return v
+
+    for layer in range(m.config.n_layers):
+        s, c = 2 * layer, math.sqrt(2 * (layer + 1))
+        z = m.of(s, "read.c1") * x + m.N(s, "read.norm_y", y)
+        update = m.attention(f"layers.{layer}.attention", z, mix)
+        x, y = m.N(s + 1, "join.norm_x", x + update / c), y + update
+        update = m.F(s + 1, m.N(s + 1, "read.norm_in", x + m.N(s + 1, "read.norm_y", y)))
+        x, y = x + update / c, y + update
+    return m.N(m.n, "read.norm_in", m.N(m.n, "join.norm_x", x) + m.N(m.n, "read.norm_y", y))
+
+
+def siamese_hyper_connections(m: Any, x: Tensor) -> Tensor:
+    """SiameseNorm, whose y is read and written as hyper-connections do it, with two streams."""
+    x, streams = m.N(0, "join.norm_x", x), torch.stack((x, x), dim=-2)
+    for s in range(m.n):
+        normed = m.of(s, "read.mix.norm.weight") * streams / streams.square().mean(-1, keepdim=True).sqrt()
+        alpha, beta = (
+            m.of(s, f"read.mix.static_{k}")
+            + m.of(s, f"read.mix.scale_{k}") * torch.tanh(normed @ m.of(s, f"read.mix.dynamic_{k}").squeeze(-1))
+            for k in ("alpha", "beta")
+        )
+        mixed = alpha.transpose(-1, -2) @ streams
+        update = m.F(s, m.N(s, "read.norm_in", x + m.N(s, "read.norm_y", mixed[..., 0, :])))
+        x = m.N(s + 1, "join.norm_x", x + update / math.sqrt(2 * (s // 2 + 1)))
+        streams = mixed[..., 1:, :] + beta[..., None] * update[..., None, :]
+    return m.N(m.n, "read.norm_in", x + m.N(m.n, "read.norm_y", streams.sum(-2)))
+
+
 def hyper_connections(kind: str, n: int, *, tanh: bool = True, rounds: int = 0) -> Model:
     """lucidrains/hyper-connections: kind static, dynamic or mhc; streams (B, T, N, D), an RMSNorm without eps."""
 
@@ -122,6 +164,12 @@ CASES: dict[str, tuple[str, Model, dict[str, Any]]] = {
         TORCHSCALE | {"inner": Inner(qk="none", v="none"), "positions": PositionConfig(kind="learned")},
     ),
     "SiameseNorm hybrid-pre, first layer pre": ("siamese_hybrid_pre(first_block=pre)", hybrid_pre(True), OLMO),
+    "SiameseNorm with Depth-Attention": ("siamese_depth_attention", depth_attention, {"n_layers": 4}),
+    "SiameseNorm with hyper-connections": (
+        "siamese_hyper_connections(n_streams=2,mapping_norm=code)",
+        siamese_hyper_connections,
+        OLMO,
+    ),
     "hyper-connections, no tanh": (
         "hyper_connections(n_streams=2,mapping_norm=code,tanh=false)",
         hyper_connections("dynamic", 2, tanh=False),

@@ -73,7 +73,7 @@ class SimplifiedModel(nn.Module):
             }
             if kinds == ("parallel",):
                 has_norms = self.placement.at(layer).branch_norms
-                norms = {kind: EXACT_LAYER_NORM.build(dim) for kind in branches} if has_norms else {}
+                norms = {kind: EXACT_LAYER_NORM.build(dim) for kind in branches} if has_norms else None
                 branches = {"parallel": Parallel(branches, norms)}
             self.layers.append(Layer(branches, rest[: len(kinds)]))
             rest = rest[len(kinds) :]

@@ -12,14 +12,19 @@ CORE := .venv/.core
 DEV := .venv/.dev
 DOCS := .venv/.docs
 
-.PHONY: help compare test lint docs
+.PHONY: help compare placements-tiny test lint docs
 .NOTPARALLEL:
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' Makefile
 
 compare: $(CORE) ## compare placements on real text; ARGS="--steps 50" goes to "normstream compare"
 	$(BIN)/normstream compare $(ARGS)
+
+placements-tiny: $(CORE) ## every placement, 4 rates, 3 seeds: 100 minutes; ARGS=--resume goes on
+	$(BIN)/normstream compare --placements all --lrs 0.003 0.01 0.03 0.1 --seeds 0 1 2 --steps 150 --jobs 2 \
+		--out runs/placements-tiny $(ARGS)
+	$(BIN)/normstream report runs/placements-tiny --markdown-page docs/results/placements-tiny.md
 
 test: $(DEV) ## run the tests, doctests and README examples; ARGS="tests/data -x" goes to pytest
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)

@@ -88,50 +88,62 @@ class Matrix:
 
 # The entries of the table above, by the names that SCHEMES has for them.
 def std(m: Matrix) -> float:
+    """The configuration's ``init_std``."""
     return m.init_std
 
 
 def half_std(m: Matrix) -> float:
+    """Half of it."""
     return m.init_std / 2
 
 
 def std_depth(m: Matrix) -> float:
+    """``init_std / sqrt(2L)``."""
     return m.init_std / math.sqrt(2 * m.n_layers)
 
 
 def width(m: Matrix) -> float:
+    """``1 / sqrt(D)``."""
     return 1 / math.sqrt(m.dim)
 
 
 def width_depth(m: Matrix) -> float:
+    """``1 / sqrt(2L D)``."""
     return 1 / math.sqrt(2 * m.n_layers * m.dim)
 
 
 def fan_layer(m: Matrix) -> float:
+    """``1 / sqrt(2 l in)``, l counted from 1."""
     return 1 / math.sqrt(2 * (m.layer + 1) * m.fan_in)
 
 
 def xavier(m: Matrix) -> float:
+    """``sqrt(2 / (in + out))``."""
     return math.sqrt(2 / (m.fan_in + m.fan_out))
 
 
 def torch_std(m: Matrix) -> float:
+    """``1 / sqrt(3 in)``, that of a torch Linear."""
     return 1 / math.sqrt(3 * m.fan_in)
 
 
 def beta_xavier(m: Matrix) -> float:
+    """DeepNorm's beta times Xavier's."""
     return beta(m.stack, m.n_layers) * xavier(m)
 
 
 def beta_torch(m: Matrix) -> float:
+    """The released code's beta times torch's."""
     return beta(m.stack, m.n_layers, "code") * torch_std(m)
 
 
 def gamma_xavier(m: Matrix) -> float:
+    """Sub-LN's gamma times Xavier's."""
     return (1.0 if m.cross else gamma(m.stack, m.n_layers)) * xavier(m)
 
 
 def gamma_torch(m: Matrix) -> float:
+    """Sub-LN's gamma times torch's."""
     return (1.0 if m.cross else gamma(m.stack, m.n_layers)) * torch_std(m)
 
 

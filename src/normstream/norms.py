@@ -52,6 +52,17 @@ Kind = Literal["rms", "layer", "dyt", "derf", "pb_relax", "scale"]
 Scope = Literal["token", "tensor"]
 
 
+def unit(x: Tensor, axis: int = -1) -> Tensor:
+    """``x / |x|`` along ``axis``, in float32 or above; rows of zeros stay zero.
+
+    >>> unit(torch.tensor([3.0, 4.0]))
+    tensor([0.6000, 0.8000])
+    """
+    high = x.to(precise_dtype(x))
+    length = high.norm(dim=axis, keepdim=True)
+    return (high / length.where(length > 0, 1.0)).to(x.dtype)
+
+
 class RMSNorm(GainNorm):
     """Root-mean-square norm: ``y = g * x / sqrt(mean(x^2) + eps)`` over the last axis.
 

@@ -11,18 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from normstream.junctions.junction import Drop, Join, State
-from normstream.norms import precise_dtype
-
-
-def unit(x: Tensor, axis: int = -1) -> Tensor:
-    """``x / |x|`` along ``axis``, in float32 or above; rows of zeros stay zero.
-
-    >>> unit(torch.tensor([3.0, 4.0]))
-    tensor([0.6000, 0.8000])
-    """
-    high = x.to(precise_dtype(x))
-    length = high.norm(dim=axis, keepdim=True)
-    return (high / length.where(length > 0, 1.0)).to(x.dtype)
+from normstream.norms import precise_dtype, unit
 
 
 class GeoNormJoin(Join):

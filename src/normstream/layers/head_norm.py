@@ -7,12 +7,11 @@ import math
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from normstream.layers.inner import GainSharing, InnerNorm, Statistics
-from normstream.norms import CastOrder, NormConfig, precise_dtype
+from normstream.norms import CastOrder, NormConfig, precise_dtype, unit
 
 
 class UnitLength(nn.Module):
@@ -23,7 +22,7 @@ class UnitLength(nn.Module):
     """
 
     def forward(self, x: Float[Tensor, "*batch dim"]) -> Float[Tensor, "*batch dim"]:
-        return F.normalize(x, dim=-1, eps=1e-12)
+        return unit(x)
 
 
 class HeadNorm(nn.Module):

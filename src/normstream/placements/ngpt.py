@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from normstream.junctions import Join, LerpJoin, PostNormRead, Read, Start
-from normstream.junctions.sphere import unit
 from normstream.layers.inner import NOTHING_INNER, Inner
+from normstream.norms import unit
 from normstream.placements.placement import Build, InitScheme, Placement, Slot
 from normstream.placements.registry import register
 

@@ -6,12 +6,14 @@ from normstream.junctions.hyper_connections import HyperRead as HyperRead
 from normstream.junctions.hyper_connections import HyperStart as HyperStart
 from normstream.junctions.hyper_connections import StaticMix as StaticMix
 from normstream.junctions.hyper_connections import SumStreams as SumStreams
+from normstream.junctions.junction import DepthConstant as DepthConstant
 from normstream.junctions.junction import Drop as Drop
 from normstream.junctions.junction import Join as Join
 from normstream.junctions.junction import Junction as Junction
 from normstream.junctions.junction import Read as Read
 from normstream.junctions.junction import Start as Start
 from normstream.junctions.junction import State as State
+from normstream.junctions.junction import set_backend as set_backend
 from normstream.junctions.manifold import LibraryManifoldMix as LibraryManifoldMix
 from normstream.junctions.manifold import PaperManifoldMix as PaperManifoldMix
 from normstream.junctions.residual import ResiDualJoin as ResiDualJoin

@@ -14,10 +14,15 @@ state, with the embedding as its update; the z of the last one is the model's fi
 Shape suffixes: B batch, T sequence, D width.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
+
+from normstream.names import check_choice
+from normstream.ops import Backend, JoinPart, ReadPart, fused
 
 State = tuple[Tensor, ...]
 
@@ -40,6 +45,11 @@ class Drop(nn.Module):
             if not 0 <= probability < 1:
                 raise ValueError(f"{name} must be in [0, 1), got {probability}")
         self.dropout, self.drop_path = dropout, drop_path
+
+    @property
+    def active(self) -> bool:
+        """Whether it changes anything now."""
+        return self.training and (self.dropout > 0 or self.drop_path > 0)
 
     def forward(self, update: Float[Tensor, "B *T D"]) -> Float[Tensor, "B *T D"]:
         if not self.training:
@@ -71,6 +81,10 @@ class Join(nn.Module):
         """What each stream receives."""
         raise NotImplementedError
 
+    def part(self) -> JoinPart | None:
+        """The equation as part of a fused operation, after dropout; None where it has no place there."""
+        return None
+
     def forward(self, state: State, update: Tensor) -> State:
         """The state with the update in it."""
         raise NotImplementedError
@@ -78,6 +92,10 @@ class Join(nn.Module):
 
 class Read(nn.Module):
     """Takes the next sublayer's input z from the streams. The equation is the subclass's ``forward``."""
+
+    def part(self) -> ReadPart | None:
+        """The equation as part of a fused operation; None where it has no place there."""
+        return None
 
     def forward(self, state: State) -> tuple[State, Tensor]:
         """The state, as a rule unchanged, and z."""
@@ -100,7 +118,11 @@ class Start(nn.Module):
 
 
 class Junction(nn.Module):
-    """A join and the read that follows it.
+    """A join and the read that follows it, as one fused operation where there is one.
+
+    ``backend`` says how: ``auto`` takes C++ on a CPU and Triton on a GPU where they can be had, ``plain`` the join's
+    and the read's own code, ``cpp`` and ``triton`` insist. While something hooks the join, the read or one of their
+    norms, their own code runs, so that the hook is called. ``normstream.ops.calls`` counts what ran.
 
     Shapes: update, z and each stream are ``(B, T, D)``; n hyper-connected streams are one tensor ``(B, T, n, D)``.
 
@@ -112,12 +134,84 @@ class Junction(nn.Module):
     (tensor([3., 4.]), tensor([0.8485, 1.1314], grad_fn=<...>))
     """
 
+    backend: Backend = "auto"
+
     def __init__(self, join: nn.Module, read: Read) -> None:
         super().__init__()
         self.join, self.read = join, read
 
     def forward(self, state: State, update: Tensor) -> tuple[State, Tensor]:
+        if self.backend != "plain":
+            parts = part_of(self.join), part_of(self.read)
+            if None not in parts and (result := fused(*parts, state, update, self.backend)) is not None:
+                return result
         return self.read(self.join(state, update))
+
+
+def set_backend(model: nn.Module, backend: Backend) -> None:
+    """Chooses how every junction of a model runs; see ``Junction``.
+
+    Raises:
+        ValueError: for an unknown name; for one that the machine does not have when the model runs.
+
+    >>> junction = Junction(Start(), Read())
+    >>> set_backend(junction, "plain")
+    >>> junction.backend
+    'plain'
+    """
+    check_choice("backend", backend, Backend)
+    for module in model.modules():
+        if isinstance(module, Junction):
+            module.backend = backend
+
+
+def part_of(half: Any) -> Any:
+    """The ``part()`` of a join or a read; None where its own code must run: it has none, or something hooks it."""
+    if not _describes_itself(type(half)):
+        return None
+    return None if any(map(_is_hooked, half.modules())) else half.part()
+
+
+@torch.compiler.assume_constant_result
+def _describes_itself(kind: type) -> bool:
+    """Whether ``part`` belongs to the equation in ``forward``: a subclass may have changed the latter alone."""
+    for base in kind.__mro__:
+        if "part" in vars(base):
+            return base not in (Join, Read)
+        if "forward" in vars(base):
+            return False
+    return False
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
+class DepthConstant:
+    """A number that differs from layer to layer: a float to whoever asks, beside it a tensor for the operations.
+
+    ``torch.compile`` takes a float as part of the code and would compile every layer anew; the tensor, a float64 number
+    on the CPU in the attribute of the same name with an underscore, is an input. It is no buffer, so a model that is
+    built on the meta device does not lose it.
+
+    >>> class Half(nn.Module):
+    ...     scale = DepthConstant()
+    >>> half = Half()
+    >>> half.scale = 0.5
+    >>> half.scale, half._scale
+    (0.5, tensor(0.5000, dtype=torch.float64))
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.attribute = f"_{name}"
+
+    def __get__(self, module: nn.Module, owner: type) -> float:
+        return getattr(module, self.attribute).item()
+
+    def __set__(self, module: nn.Module, value: float) -> None:
+        setattr(module, self.attribute, torch.tensor(value, dtype=torch.float64, device="cpu"))
 
 
 def add(stream: Tensor, update: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ last read  z = alpha x + N_d(d)
 from torch import Tensor, nn
 
 from normstream.junctions.junction import Drop, Join, Read, State, add
+from normstream.ops import JoinPart, ReadPart
 
 
 class ResiDualStart(nn.Module):
@@ -59,6 +60,9 @@ class ResiDualJoin(Join):
         o_x, o_d = self.contributions(update)
         return self.norm(add(x, o_x)), add(d, o_d)
 
+    def part(self) -> JoinPart:
+        return JoinPart(norm_x=self.norm, second=self.scale, drop=self.drop)
+
     def extra_repr(self) -> str:
         return f"scale={self.scale:g}"
 
@@ -78,6 +82,9 @@ class ResiDualRead(Read):
     def forward(self, state: State) -> tuple[State, Tensor]:
         x, _ = state
         return state, (x if self.norm_in is None else self.norm_in(x))
+
+    def part(self) -> ReadPart:
+        return ReadPart(norm_in=self.norm_in, has_z=self.norm_in is not None)
 
 
 class ResiDualReadOut(Read):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from normstream.junctions.junction import Drop, Join, State, add
+from normstream.ops import JoinPart
 
 
 class DeepNormJoin(Join):
@@ -31,6 +32,9 @@ class DeepNormJoin(Join):
         (o,) = self.contributions(update)
         x = add(self.alpha * x, o)
         return (x if self.norm is None else self.norm(x),)
+
+    def part(self) -> JoinPart:
+        return JoinPart(norm_x=self.norm, alpha=self.alpha, drop=self.drop)
 
     def extra_repr(self) -> str:
         return f"alpha={self.alpha:.6g}"

@@ -13,7 +13,8 @@ does; hence each of the two norms can be on each of the two streams.
 import torch
 from torch import Tensor, nn
 
-from normstream.junctions.junction import Drop, Join, Read, State, add
+from normstream.junctions.junction import DepthConstant, Drop, Join, Read, State, add
+from normstream.ops import JoinPart, ReadPart
 
 
 class SiameseStart(nn.Module):
@@ -30,6 +31,9 @@ class SiameseStart(nn.Module):
 
     def forward(self, state: State, embedding: Tensor) -> State:
         return normed(self.norm_x, embedding), normed(self.norm_y, embedding)
+
+    def part(self) -> JoinPart | None:
+        return JoinPart(norm_x=self.norm_x, second=1.0) if self.norm_y is None else None
 
 
 class SiameseJoin(Join):
@@ -48,18 +52,26 @@ class SiameseJoin(Join):
     [[[0.5]], [[1.0]]]
     """
 
+    scale = DepthConstant()
+    _scale: Tensor
+
     def __init__(self, norm_x: nn.Module | None, scale: float, drop: Drop, norm_y: nn.Module | None = None) -> None:
         super().__init__(drop)
         self.norm_x, self.norm_y, self.scale = norm_x, norm_y, scale
 
     def contributions(self, update: Tensor) -> State:
         o = self.drop(update)
-        return o * self.scale, o
+        return o * self._scale, o
 
     def forward(self, state: State, update: Tensor) -> State:
         x, y = state
         o_x, o_y = self.contributions(update)
         return normed(self.norm_x, add(x, o_x)), normed(self.norm_y, add(y, o_y))
+
+    def part(self) -> JoinPart | None:
+        if self.norm_y is not None:
+            return None
+        return JoinPart(norm_x=self.norm_x, scale=self._scale, second=1.0, drop=self.drop)
 
     def extra_repr(self) -> str:
         return f"scale={self.scale:.6g}"
@@ -87,6 +99,11 @@ class SiameseRead(Read):
         z = normed(self.norm_x, x) + normed(self.norm_y, y)
         return state, normed(self.norm_in, z)
 
+    def part(self) -> ReadPart | None:
+        if self.norm_x is not None or self.norm_y is None:
+            return None
+        return ReadPart(norm_in=self.norm_in, norm_y=self.norm_y)
+
 
 class HybridPreRead(Read):
     """``z = c1 * x + N_y(y)``, hybrid-pre's attention input: a learned vector c1 (starts at 1), no input norm.
@@ -111,6 +128,9 @@ class HybridPreRead(Read):
     def forward(self, state: State) -> tuple[State, Tensor]:
         x, y = state
         return state, (self.c1 * x).to(x.dtype) + self.norm_y(y)
+
+    def part(self) -> ReadPart:
+        return ReadPart(norm_y=self.norm_y, c=self.c1)
 
 
 def normed(norm: nn.Module | None, stream: Tensor) -> Tensor:

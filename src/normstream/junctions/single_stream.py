@@ -12,7 +12,8 @@ start  ``NormedStart``          x = N(e)
 
 from torch import Tensor, nn
 
-from normstream.junctions.junction import Drop, Join, Read, State, add
+from normstream.junctions.junction import DepthConstant, Drop, Join, Read, State, add
+from normstream.ops import JoinPart, ReadPart
 
 
 class PreNormJoin(Join):
@@ -31,6 +32,9 @@ class PreNormJoin(Join):
         (o,) = self.contributions(update)
         return (add(x, o),)
 
+    def part(self) -> JoinPart:
+        return JoinPart(drop=self.drop)
+
 
 class PreNormRead(Read):
     """``z = N(x)``; as the last read, this is the final norm.
@@ -47,6 +51,9 @@ class PreNormRead(Read):
     def forward(self, state: State) -> tuple[State, Tensor]:
         (x,) = state
         return state, self.norm(x)
+
+    def part(self) -> ReadPart:
+        return ReadPart(norm_in=self.norm)
 
 
 class PostNormJoin(Join):
@@ -69,6 +76,9 @@ class PostNormJoin(Join):
         (o,) = self.contributions(update)
         return (self.norm(add(x, o)),)
 
+    def part(self) -> JoinPart:
+        return JoinPart(norm_x=self.norm, drop=self.drop)
+
 
 class PostNormRead(Read):
     """``z = x``: the sublayer reads the stream itself.
@@ -81,6 +91,9 @@ class PostNormRead(Read):
     def forward(self, state: State) -> tuple[State, Tensor]:
         (x,) = state
         return state, x
+
+    def part(self) -> ReadPart:
+        return ReadPart(has_z=False)
 
 
 class NormedStart(nn.Module):
@@ -98,16 +111,22 @@ class NormedStart(nn.Module):
     def forward(self, state: State, embedding: Tensor) -> State:
         return (self.norm(embedding),)
 
+    def part(self) -> JoinPart:
+        return JoinPart(norm_x=self.norm)
+
 
 class ScaledNormRead(Read):
     """``z = s N(x)`` with a constant s (LayerNorm Scaling, arXiv 2502.05795: s = 1/sqrt(l)).
 
-    s is a Python float: as a buffer it would be lost when a model is built on the meta device.
+    s is no buffer, which would be lost when a model is built on the meta device.
 
     >>> import torch
     >>> ScaledNormRead(nn.Identity(), scale=0.5)((torch.ones(2),))[1]
     tensor([0.5000, 0.5000])
     """
+
+    scale = DepthConstant()
+    _scale: Tensor
 
     def __init__(self, norm: nn.Module, scale: float) -> None:
         super().__init__()
@@ -115,7 +134,10 @@ class ScaledNormRead(Read):
 
     def forward(self, state: State) -> tuple[State, Tensor]:
         (x,) = state
-        return state, self.scale * self.norm(x)
+        return state, self._scale * self.norm(x)
+
+    def part(self) -> ReadPart:
+        return ReadPart(norm_in=self.norm, read_scale=self._scale)
 
     def extra_repr(self) -> str:
         return f"scale={self.scale:.6g}"
@@ -169,3 +191,6 @@ class OutputNormJoin(Join):
         (o,) = self.contributions(update)
         x = add(x, o)
         return (x if self.norm is None else self.norm(x),)
+
+    def part(self) -> JoinPart:
+        return JoinPart(norm_out=self.norm_out, norm_x=self.norm, drop=self.drop)

@@ -1,9 +1,12 @@
 """One block: sublayers, each followed by its junction."""
 
+from contextlib import nullcontext
+
 from torch import Tensor, nn
 
 from normstream.junctions import Junction, State
 from normstream.layers.context import Context
+from normstream.ops import RebuiltZ
 
 
 class Layer(nn.Module):
@@ -29,6 +32,9 @@ class Layer(nn.Module):
     3.0
     """
 
+    rebuild_z: bool = False
+    """Whether sublayers' inputs are made again for the backward pass, not kept (``normstream.ops.rebuild``)."""
+
     def __init__(self, sublayers: dict[str, nn.Module], junctions: list[Junction]) -> None:
         super().__init__()
         self.kinds = tuple(sublayers)
@@ -38,6 +44,7 @@ class Layer(nn.Module):
 
     def forward(self, state: State, z: Tensor, context: Context) -> tuple[State, Tensor]:
         for kind in self.kinds:
-            update = getattr(self, kind)(z, context)
+            with RebuiltZ(z) if self.rebuild_z else nullcontext():
+                update = getattr(self, kind)(z, context)
             state, z = getattr(self, f"after_{kind}")(state, update)
         return state, z

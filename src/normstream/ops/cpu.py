@@ -32,6 +32,8 @@ ELEMENTS_PER_THREAD = 16_384
 """Below this many elements another thread costs more than it saves."""
 BYTES_PAST_CACHE = 8 << 20
 """From this size on an output is written past the cache, since it would be evicted before it is read."""
+N_POINTERS = 42
+"""Addresses, dtypes and the number of blocks at the end of the C structure."""
 ROWS_PER_BLOCK = 64
 MOST_BLOCKS = 256
 """Gradients of gains are summed in blocks of at least so many rows, in at most so many blocks."""
@@ -113,7 +115,8 @@ def _call(function: Any, form: Form, shape: Sequence[int], pointers: list[int], 
     threads = max(1, min(torch.get_num_threads(), rows * dim // ELEMENTS_PER_THREAD))
     past_cache = rows * dim * DTYPES[form.stream_dtype].itemsize >= BYTES_PAST_CACHE
     head = struct.pack("4q", rows, dim, threads, past_cache)
-    function(head + _described(form) + struct.pack(f"{len(pointers)}q", *pointers), numbers)
+    absent = [0] * (N_POINTERS - len(pointers))
+    function(head + _described(form) + struct.pack(f"{N_POINTERS}q", *pointers, *absent), numbers)
 
 
 @functools.cache

@@ -55,13 +55,17 @@ def fused(
 
     There is none for float64, for other norms than ``RMSNorm`` and ``LayerNorm``, for streams of another shape than the
     update's, inside ``torch.func`` and forward-mode derivatives, on other devices than CPU and CUDA, and where the
-    machine cannot build it.
+    machine cannot build it. With ``auto``, one stream inside ``torch.compile`` on a CPU is left to the compiler.
 
     Raises:
         ValueError: if ``backend`` names one that cannot be had.
     """
     form = _form(join, read, state, update)
-    if form is None or not backend_for(update.device.type, backend):
+    if (
+        form is None
+        or (backend == "auto" and _left_to_the_compiler(form, update))
+        or not backend_for(update.device.type, backend)
+    ):
         return None
     if join.drop is not None and join.drop.active:
         if join.norm_out is not None:
@@ -101,6 +105,11 @@ def _form(join: JoinPart, read: ReadPart, state: Sequence[Tensor], update: Tenso
         norm_y=_norm_form(read.norm_y, stream_dtype),
         norm_in=_norm_form(read.norm_in, stream_dtype),
     )
+
+
+def _left_to_the_compiler(form: Form, update: Tensor) -> bool:
+    """On a CPU, ``torch.compile`` makes a junction of one stream as well, and together with what stands beside it."""
+    return torch.compiler.is_compiling() and form.n_streams == 1 and update.device.type == "cpu"
 
 
 def _fits(norm: Any, dim: int) -> bool:

@@ -23,14 +23,20 @@ enum Slot { OUT, X, Y, IN, SLOTS };
 // ---------------------------------------------------------------------------------------------- vectors of 16 numbers
 
 constexpr Index LANES = 16;
-typedef float Vector __attribute__((vector_size(64), aligned(4), may_alias));
+typedef float Vector __attribute__((vector_size(64)));
+typedef float InMemory __attribute__((vector_size(64), aligned(4), may_alias));  // a Vector that may begin anywhere
 typedef uint32_t Bits __attribute__((vector_size(64)));
 typedef int32_t Mask __attribute__((vector_size(64)));
-typedef uint16_t Halves __attribute__((vector_size(32), aligned(2), may_alias));
+typedef uint16_t Halves __attribute__((vector_size(32)));
+typedef uint16_t HalvesInMemory __attribute__((vector_size(32), aligned(2), may_alias));
 
 // A vector, or at the end of a row one number.
-template <class T> static inline T at(const float* from) { return *(const T*)from; }
-template <class T> static inline void set(float* to, T value) { *(T*)to = value; }
+template <class T> static inline T at(const float* from) {
+    if constexpr (sizeof(T) == sizeof(Vector)) return *(const InMemory*)from;
+    else return *from;
+}
+static inline void set(float* to, Vector value) { *(InMemory*)to = value; }
+static inline void set(float* to, float value) { *to = value; }
 
 static inline float from_bf16(uint16_t half) {
     const uint32_t bits = uint32_t(half) << 16;
@@ -89,7 +95,7 @@ struct Ahead {
     void add(Tensor t, Index row, Index width) {
         if (t) parts[n++] = {t.data + row * width * t.size(), t.size()};
     }
-    Part next() { return n ? parts[--n] : Part{nullptr, 0}; }
+    Part next() { return n ? parts[--n] : Part{(const char*)parts, 0}; }  // with none left, what is in the cache anyway
 };
 
 // Does f for every vector of the row, then for the numbers that are left.
@@ -124,10 +130,10 @@ static const float* read(Tensor t, Index row, Index n, float* buffer) {
     const uint16_t* halves = (const uint16_t*)from;
     Index j = 0;
     if (t.dtype == BF16) {
-        for (; j + LANES <= n; j += LANES) set(buffer + j, from_bf16(*(const Halves*)(halves + j)));
+        for (; j + LANES <= n; j += LANES) set(buffer + j, from_bf16(*(const HalvesInMemory*)(halves + j)));
         for (; j < n; j++) buffer[j] = from_bf16(halves[j]);
     } else {
-        for (; j + LANES <= n; j += LANES) set(buffer + j, from_f16(*(const Halves*)(halves + j)));
+        for (; j + LANES <= n; j += LANES) set(buffer + j, from_f16(*(const HalvesInMemory*)(halves + j)));
         for (; j < n; j++) buffer[j] = from_f16(halves[j]);
     }
     return buffer;
@@ -155,14 +161,14 @@ struct Row {
 #if defined(__AVX512F__)
             if (past_cache) return _mm512_stream_ps(to, (__m512)numbers);
 #endif
-            *(Vector*)to = numbers;
+            set(to, numbers);
         } else {
             const Halves halves = dtype == BF16 ? to_bf16(numbers) : to_f16(numbers);
             uint16_t* to = (uint16_t*)data + j;
 #if defined(__AVX512F__)
             if (past_cache) return _mm256_stream_si256((__m256i*)to, (__m256i)halves);
 #endif
-            *(Halves*)to = halves;
+            *(HalvesInMemory*)to = halves;
         }
     }
 };
@@ -223,10 +229,10 @@ struct Derivative {
 
     template <Convention K, class T> void first(T gradient, Index j) {
         const T v = s.normalized<K.layer != NO, T>(h + j);
-        if (known(K.bias, d_bias)) set<T>(d_bias + j, at<T>(d_bias + j) + gradient);
-        if (known(K.gain, d_gain)) set<T>(d_gain + j, at<T>(d_gain + j) + gradient * (K.rounds == NO ? v : rounded<T>(v, norm.round_normalized)));
+        if (known(K.bias, d_bias)) set(d_bias + j, at<T>(d_bias + j) + gradient);
+        if (known(K.gain, d_gain)) set(d_gain + j, at<T>(d_gain + j) + gradient * (K.rounds == NO ? v : rounded<T>(v, norm.round_normalized)));
         const T scaled = known(K.gain, norm.gain) ? gradient * at<T>(norm.gain + j) : gradient;
-        set<T>(buffer + j, scaled);
+        set(buffer + j, scaled);
         along.add(scaled * v);
         if (K.layer != NO) level.add(scaled);
     }
@@ -363,7 +369,7 @@ struct Junction {
             each(n, ahead, [&]<class T>(Index j, T) { terms.add(term<K>(norm_out, at<T>(u + j))); });
             const Statistics s = statistics(OUT, terms, u, stats, ahead);
             float* to = buffers[0];
-            each(n, ahead, [=]<class T>(Index j, T) { set<T>(to + j, value<K, T>(norm_out, s, u, j)); });
+            each(n, ahead, [=]<class T>(Index j, T) { set(to + j, value<K, T>(norm_out, s, u, j)); });
             u = to;
         }
 
@@ -374,12 +380,12 @@ struct Junction {
         Total terms_x, terms_y, terms_in;
         each(n, ahead, [&]<class T>(Index j, T) {
             const T o = at<T>(u + j), v = has_state ? alpha * at<T>(x + j) + scale * o : scale * o;
-            set<T>(h + j, v);
+            set(h + j, v);
             h_row.put(j, v);
             terms_x.add(term<K>(norm_x, v));
             if (!two) return;
             const T v_y = has_state ? at<T>(y + j) + second * o : second * o;
-            set<T>(y_out + j, v_y);
+            set(y_out + j, v_y);
             y_row.put(j, v_y);
             terms_y.add(term<K>(norm_y, v_y));
         });
@@ -393,7 +399,7 @@ struct Junction {
             if (has_x) x_row.put(j, v = value<K, T>(norm_x, s_x, h, j));
             if (has_c) v *= at<T>(c + j);
             if (has_y) v += value<K, T>(norm_y, s_y, y_out, j);
-            set<T>(w + j, v);
+            set(w + j, v);
             terms_in.add(term<K>(norm_in, v));
         });
 
@@ -421,7 +427,7 @@ struct Junction {
             T v = has_x ? value<K, T>(norm_x, s_x, h, j) : at<T>(h + j);
             if (has_c) v *= at<T>(c + j);
             if (has_y) v += value<K, T>(norm_y, s_y, y_out, j);
-            set<T>(w + j, v);
+            set(w + j, v);
             z_row.put(j, read_scale * (has_in ? value<K, T>(norm_in, s_in, w, j) : v));
         });
     }
@@ -451,7 +457,7 @@ struct Junction {
                     T v = x_out(j, t);
                     if (has_c) v *= at<T>(c + j);
                     if (has_y) v += value<K, T>(norm_y, s_y, y_out, j);
-                    set<T>(w + j, v);
+                    set(w + j, v);
                 }
                 of_in.first<K>(read_scale * at<T>(d_z + j), j);
             });
@@ -468,11 +474,11 @@ struct Junction {
             if (has_d_z) {
                 const T v = d_w(j, t);
                 to_x += has_c ? at<T>(c + j) * v : v;
-                if (has_c) set<T>(d_c + j, at<T>(d_c + j) + v * x_out(j, t));
+                if (has_c) set(d_c + j, at<T>(d_c + j) + v * x_out(j, t));
                 if (has_y) of_y.first<K>(v, j);
             }
             if (has_x) of_x.first<K>(to_x, j);
-            else set<T>(d_h + j, to_x);
+            else set(d_h + j, to_x);
         });
         of_x.add_up(n);
         of_y.add_up(n);
@@ -491,7 +497,7 @@ struct Junction {
                 to_u += second * v_y;
             }
             d_u_row.put(j, to_u);
-            if (has_out) set<T>(d_u + j, to_u);
+            if (has_out) set(d_u + j, to_u);
         });
 
         if (!has_out) return;
@@ -531,6 +537,8 @@ constexpr Code CODES[] = {
     code<PRE, LAYER_BIAS>, code<POST, LAYER_BIAS>, code<SIAMESE, LAYER_BIAS>,
     code<ANY_SHAPE, ANY_CONVENTION>,
 };
+
+static_assert(sizeof(Arguments) == 8 * (4 + 19 + 42), "cpu.py packs so many");
 
 static const Code& code_for(const Junction& junction) {
     for (const Code& code : CODES) if (code.shape.fits(junction.a) && junction.fits(code.convention)) return code;

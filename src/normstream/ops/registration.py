@@ -72,7 +72,7 @@ class FusedJunction(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise NotImplementedError(
                 "a fused junction can be derived once only; for second derivatives take "
-                "normstream.ops.set_backend(model, 'plain')"
+                "normstream.junctions.set_backend(model, 'plain')"
             )
         form, update_dtype = Form.decode(ctx.code), DTYPES.index(ctx.update_dtype)
         update, saved_x, saved_y, stats, scale, read_scale, *parameters = ctx.saved_tensors

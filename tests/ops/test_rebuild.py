@@ -3,6 +3,7 @@
 import gc
 import weakref
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ def gradients(placement: str, *, rebuild: bool, autocast: bool = False) -> list[
     norm = NormConfig(kind="layer", bias=True) if placement == "gpt2" else NormConfig()
     torch.manual_seed(0)
     model = DecoderLM(DecoderConfig(placement=placement, vocab_size=11, dim=24, n_layers=2, n_heads=2, norm=norm))
+    layer: Any
     for layer in model.layers:
         layer.rebuild_z = rebuild
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):

@@ -139,6 +139,22 @@ static const float* read(Tensor t, Index row, Index n, float* buffer) {
     return buffer;
 }
 
+// A row that is read once, converted as it is read.
+struct Source {
+    const char* data;
+    int64_t dtype;
+    float number(Index j, float) const {
+        if (dtype == F32) return ((const float*)data)[j];
+        const uint16_t half = ((const uint16_t*)data)[j];
+        return dtype == BF16 ? from_bf16(half) : from_f16(half);
+    }
+    Vector number(Index j, Vector) const {
+        if (dtype == F32) return at<Vector>((const float*)data + j);
+        const Halves halves = *(const HalvesInMemory*)((const uint16_t*)data + j);
+        return dtype == BF16 ? from_bf16(halves) : from_f16(halves);
+    }
+};
+
 // Where a row is written, number by number, past the caches if it is part of a large tensor.
 struct Row {
     char* data;
@@ -291,7 +307,7 @@ constexpr Shape SIAMESE     = {YES, YES, NO,  YES, YES, YES, NO,  YES, ASK};
 constexpr Shape HYBRID      = {YES, YES, NO,  NO,  YES, NO,  YES, YES, ASK};
 constexpr Shape ANY_SHAPE   = {ASK, ASK, ASK, ASK, ASK, ASK, ASK, ASK, ASK};
 
-constexpr int BUFFERS = 7;
+constexpr int BUFFERS = 6;
 
 // From one row of a buffer to the next: whole vectors, and no multiple of 4 KiB, which would put all rows in the same cache lines.
 static Index stride_of(Index width) { return (width + LANES - 1) / LANES * LANES + 5 * LANES; }
@@ -350,6 +366,10 @@ struct Junction {
     }
 
     template <Shape S> Row row_of(Tensor t, Index row) const { return {t, row, n, bool(a.large), S.f32}; }
+    template <Shape S> Source source(Tensor t, Index row) const {
+        const int64_t dtype = S.f32 == YES ? F32 : t.dtype;
+        return t ? Source{t.data + row * n * (dtype == F32 ? 4 : 2), dtype} : Source{(const char*)zeros, F32};
+    }
     template <Shape S> const float* read(Tensor t, Index row, float* buffer) const {
         return S.f32 == YES ? (const float*)t.data + row * n : ::read(t, row, n, buffer);
     }
@@ -363,28 +383,28 @@ struct Junction {
         const bool two = known(S.two, a.n_streams == 2), has_x = known(S.x, has(X)), has_y = known(S.y, has(Y)), has_in = known(S.in, has(IN));
         const bool has_state = known(S.state, a.has_state), has_out = known(S.out, has(OUT)), has_c = known(S.c, c);
 
-        const float* u = read<S>(a.update, row, buffers[0]);
+        Source u = source<S>(a.update, row);
         if (has_out) {
+            const float* o = read<S>(a.update, row, buffers[0]);
             Total terms;
-            each(n, ahead, [&]<class T>(Index j, T) { terms.add(term<K>(norm_out, at<T>(u + j))); });
-            const Statistics s = statistics(OUT, terms, u, stats, ahead);
+            each(n, ahead, [&]<class T>(Index j, T) { terms.add(term<K>(norm_out, at<T>(o + j))); });
+            const Statistics s = statistics(OUT, terms, o, stats, ahead);
             float* to = buffers[0];
-            each(n, ahead, [=]<class T>(Index j, T) { set(to + j, value<K, T>(norm_out, s, u, j)); });
-            u = to;
+            each(n, ahead, [=]<class T>(Index j, T) { set(to + j, value<K, T>(norm_out, s, o, j)); });
+            u = {(const char*)to, F32};
         }
 
         float *h = buffers[1], *y_out = buffers[2];
-        const float* x = has_state ? read<S>(a.x, row, h) : nullptr;
-        const float* y = has_state && two ? read<S>(a.y, row, y_out) : nullptr;
+        const Source x = source<S>(a.x, row), y = source<S>(a.y, row);
         const Row h_row = row_of<S>(has_x ? a.raw_x : a.x_out, row), y_row = row_of<S>(a.y_out, row);
         Total terms_x, terms_y, terms_in;
-        each(n, ahead, [&]<class T>(Index j, T) {
-            const T o = at<T>(u + j), v = has_state ? alpha * at<T>(x + j) + scale * o : scale * o;
+        each(n, ahead, [&]<class T>(Index j, T t) {
+            const T o = u.number(j, t), v = has_state ? alpha * x.number(j, t) + scale * o : scale * o;
             set(h + j, v);
             h_row.put(j, v);
             terms_x.add(term<K>(norm_x, v));
             if (!two) return;
-            const T v_y = has_state ? at<T>(y + j) + second * o : second * o;
+            const T v_y = has_state ? y.number(j, t) + second * o : second * o;
             set(y_out + j, v_y);
             y_row.put(j, v_y);
             terms_y.add(term<K>(norm_y, v_y));
@@ -448,7 +468,7 @@ struct Junction {
 
         // w, which N_in sees, is made again; d_w is its gradient.
         const bool has_d_z = known(S.z, a.has_z && a.z), sums = has_x || has_y;
-        const float* d_z = has_d_z ? read<S>(a.z, row, buffers[2]) : nullptr;
+        const Source d_z = source<S>(a.z, row);
         float* w = buffers[3];
         Derivative of_in = derivative(IN, s[IN], sums ? w : h, buffers[2], partial);
         if (has_d_z && has_in) {
@@ -459,18 +479,17 @@ struct Junction {
                     if (has_y) v += value<K, T>(norm_y, s_y, y_out, j);
                     set(w + j, v);
                 }
-                of_in.first<K>(read_scale * at<T>(d_z + j), j);
+                of_in.first<K>(T(read_scale * d_z.number(j, t)), j);
             });
             of_in.add_up(n);
         }
-        const auto d_w = [&]<class T>(Index j, T) { return has_in ? of_in.second<K, T>(j) : read_scale * at<T>(d_z + j); };
+        const auto d_w = [&]<class T>(Index j, T t) { return has_in ? of_in.second<K, T>(j) : read_scale * d_z.number(j, t); };
 
-        const float* d_x_out = a.x_out ? read<S>(a.x_out, row, buffers[4]) : zeros;
-        const float* d_y_out = two && a.y_out ? read<S>(a.y_out, row, buffers[5]) : zeros;
-        float *d_h = buffers[4], *d_y = buffers[6], *d_c = has_c ? partial + place[C] * stride : nullptr;
+        const Source d_x_out = source<S>(a.x_out, row), d_y_out = source<S>(two ? a.y_out : Tensor{}, row);
+        float *d_h = buffers[4], *d_y = buffers[5], *d_c = has_c ? partial + place[C] * stride : nullptr;
         Derivative of_x = derivative(X, s_x, h, d_h, partial), of_y = derivative(Y, s_y, y_out, d_y, partial);
         each(n, ahead, [&]<class T>(Index j, T t) {
-            T to_x = at<T>(d_x_out + j);
+            T to_x = d_x_out.number(j, t);
             if (has_d_z) {
                 const T v = d_w(j, t);
                 to_x += has_c ? at<T>(c + j) * v : v;
@@ -486,12 +505,12 @@ struct Junction {
         const bool from_y = has_d_z && has_y;
         float* d_u = buffers[3];
         const Row d_x_row = row_of<S>(a.d_x, row), d_y_row = row_of<S>(a.d_y, row), d_u_row = row_of<S>(has_out ? Tensor{} : a.d_update, row);
-        each(n, ahead, [&]<class T>(Index j, T) {
+        each(n, ahead, [&]<class T>(Index j, T t) {
             const T v = has_x ? of_x.second<K, T>(j) : at<T>(d_h + j);
             d_x_row.put(j, alpha * v);
             T to_u = scale * v;
             if (two) {
-                T v_y = at<T>(d_y_out + j);
+                T v_y = d_y_out.number(j, t);
                 if (from_y) v_y += of_y.second<K, T>(j);
                 d_y_row.put(j, v_y);
                 to_u += second * v_y;

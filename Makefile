@@ -11,8 +11,9 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 CORE := .venv/.core
 DEV := .venv/.dev
 DOCS := .venv/.docs
+BENCH := .venv/.bench
 
-.PHONY: help compare placements-tiny test lint docs
+.PHONY: help compare placements-tiny test lint docs bench-junctions bench-step bench-scaling bench-page
 .NOTPARALLEL:
 
 help: ## show this list
@@ -37,6 +38,18 @@ lint: $(DEV) ## check style, format and types
 docs: $(DOCS) ## build the documentation into site/
 	$(BIN)/zensical build --clean --strict
 
+bench-junctions: $(BENCH) ## time and memory of one junction: 3 minutes; ARGS="--help" shows what can be chosen
+	$(BIN)/python -m benchmarks.junctions $(ARGS)
+
+bench-step: $(BENCH) ## training steps, ours and other libraries': 8 minutes
+	$(BIN)/python -m benchmarks.step $(ARGS)
+
+bench-scaling: $(BENCH) ## growth with depth, width, length and vocabulary: 5 minutes
+	$(BIN)/python -m benchmarks.scaling $(ARGS)
+
+bench-page: $(CORE) ## write the tables and pictures of docs/performance.md from benchmarks/results
+	$(BIN)/python -m benchmarks.page $(ARGS)
+
 $(CORE): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(MAKE) --no-print-directory .venv-new
 	@echo "Installing normstream into .venv (the first time takes some minutes) ..."
@@ -49,6 +62,11 @@ $(DEV): $(CORE)
 
 $(DOCS): $(CORE)
 	$(PIP_INSTALL) -e ".[docs]"
+	@touch $@
+
+$(BENCH): $(CORE) benchmarks/litgpt.txt
+	$(PIP_INSTALL) -e ".[dev,bench]"
+	$(PIP_INSTALL) --no-deps -r benchmarks/litgpt.txt || echo "litgpt is left out of the comparison"
 	@touch $@
 
 .PHONY: .venv-new

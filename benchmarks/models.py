@@ -42,7 +42,7 @@ def ours(shape: ModelShape, placement: str, how: str, mode: str = "eager") -> Tr
     set_backend(model, BACKENDS[how])  # pyright: ignore[reportArgumentType]
     for layer in model.layers:
         layer.rebuild_z = how == "rebuilt"  # pyright: ignore[reportArgumentType]
-    wrap_layers(model, compiled=mode == "compiled", checkpointed=False)
+    wrap_layers(model, compiled=mode == "compiled")
     hidden = torch.compile(model.hidden, dynamic=False) if mode == "whole" else model.hidden
 
     def loss(tokens: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from normstream import commands, initialize, placements
+from normstream import commands, initialize, machine, ops, placements
 from normstream.cli import main
 from normstream.data import ByteTokenizer, DataConfig, Loader, load_data
 from normstream.generation import generate
@@ -385,6 +385,31 @@ def test_doctor(says: Says):
     assert value(printed, "torch") == torch.__version__
     assert value(printed, "threads") == str(torch.get_num_threads())
     assert f"{len(placements.names())}, see normstream list" in printed
+
+
+def test_doctor_says_what_is_fast_here(says: Says, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(commands.console, "_width", 1000)
+    printed = says("doctor")
+    assert f"({machine.physical_cores()} physical cores for this process)" in printed
+    assert value(printed, "vector instructions") == torch.backends.cpu.get_cpu_capability()
+    assert (machine.compiler() or "C++ compiler none found") in printed
+    for backend, state in ops.status().items():
+        assert f"fused junctions, {backend} {state}" in printed
+    assert f"allocator {machine.why_not_tuned() or 'training tunes it (tune_allocator)'}" in printed
+    assert "torch.compile " in printed
+    assert "triton " in printed
+    if not torch.cuda.is_available():
+        assert "run ahead no: for CUDA only" in printed
+        assert "chunked loss no: for CUDA only" in printed
+
+
+@pytest.mark.parametrize("kind", ["train", "compare"])
+def test_training_takes_no_more_threads_than_cores(kind: str, says: Says, monkeypatch: pytest.MonkeyPatch):
+    calls = []
+    monkeypatch.setattr(machine, "use_physical_cores", lambda: calls.append(kind) or 1)
+    said = says(f"{kind} --out new {PRE}" if kind == "train" else f"compare --out new --placements pre {SMALL}")
+    assert calls == [kind]
+    assert "new" in said
 
 
 # what is refused

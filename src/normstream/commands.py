@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 from tyro.conf import Positional, arg
 
-from normstream import placements
+from normstream import machine, ops, placements
 from normstream.__about__ import __version__
 from normstream.data import load_data, load_tokenizer, load_whole
 from normstream.generation import generate
@@ -41,6 +41,7 @@ from normstream.training import (
     resolve_device,
     train,
 )
+from normstream.training.chunked_loss import LARGE_VOCABULARY
 
 console = Console(highlight=False)
 
@@ -69,6 +70,7 @@ class Train:
         if self.dry_run:
             show_plan(self.run)
             return
+        machine.use_physical_cores()
         state = RunState(self.run.model.placement, self.run.optimizer.lr, self.run.seed, self.run.steps)
         try:
             with display([state], console) as show:
@@ -97,6 +99,7 @@ class Compare:
     plan: Annotated[CompareConfig, arg(name="")] = field(default_factory=CompareConfig)
 
     def __call__(self) -> None:
+        machine.use_physical_cores()
         compare(self.plan, resume=self.resume, command=shlex.join(["normstream", *sys.argv[1:]]), console=console)
 
 
@@ -238,23 +241,24 @@ class List:
 
 @dataclass(frozen=True)
 class Doctor:
-    """What this installation runs on: versions, devices, threads, extras."""
+    """What this installation runs on, and what training has to be fast with: versions, devices, threads, extras."""
 
     def __call__(self) -> None:
-        about = environment()
+        about, device = environment(), resolve_device("auto")
         rows: dict[str, Any] = {
             "normstream": __version__,
             "python": f"{about['python']} ({sys.executable})",
             "torch": about["torch"],
             "platform": about["platform"],
-            "processors": about["cpus"],
+            "processors": f"{about['cpus']} ({machine.physical_cores()} physical cores for this process)",
+            "vector instructions": torch.backends.cpu.get_cpu_capability(),
             "threads": f"{about['threads']} (OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'unset')})",
-            "device": f"{resolve_device('auto')} ({about['gpu'] or platform.machine()})",
+            "device": f"{device} ({about['gpu'] or platform.machine()})",
             "bf16 on this device": str(supports_bf16()).lower(),
             "placements": f"{len(placements.names())}, see normstream list",
         }
         table = Table("", "", show_header=False, box=None)
-        for key, value in rows.items():
+        for key, value in (rows | levers(device)).items():
             table.add_row(key, escape(str(value)))
         for extra, module in (("parquet", "pyarrow"), ("text", "pythonbible"), ("hf", "datasets")):
             table.add_row(escape(f"extra [{extra}]"), "installed" if installed(module) else "not installed")
@@ -285,6 +289,26 @@ def show_plan(config: TrainConfig) -> None:
         table.add_row(row.group, row.optimizer, f"{row.decay:g}", f"{row.tensors:,}", f"{row.parameters:,}")
     table.add_row("all", "", "", f"{sum(row.tensors for row in rows):,}", f"{sum(row.parameters for row in rows):,}")
     console.print(table)
+
+
+def levers(device: torch.device) -> dict[str, str]:
+    """What makes training on this device fast, and whether it is there.
+
+    >>> levers(torch.device("cpu"))["run ahead"]
+    'no: for CUDA only'
+    """
+    on_gpu = device.type == "cuda"
+    fused = {f"fused junctions, {backend}": state for backend, state in ops.status().items()}
+    missing, gpu_only = machine.why_no_compile(device), "no: for CUDA only"
+    return {
+        "C++ compiler": machine.compiler() or "none found",
+        "triton": machine.triton_version() or "not installed",
+        **fused,
+        "torch.compile": "usable" if missing is None else f"not usable: {missing}",
+        "allocator": machine.why_not_tuned() or "training tunes it (tune_allocator)",
+        "run ahead": "yes" if on_gpu else gpu_only,
+        "chunked loss": f"from {LARGE_VOCABULARY} tokens" if on_gpu else f"{gpu_only}, unless chunked_loss is always",
+    }
 
 
 def supports_bf16() -> bool:

@@ -27,16 +27,16 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     """What each run (placement, seed, learning rate) had at each of its updates: its tokens and its weights before."""
     monkeypatch.setattr("normstream.lab.report.pictures", lambda summary: [])
     updates: Seen = {}
-    update = Updater.__call__
+    start = Updater.start
 
     def record(self: Updater, step: int, batch: Batch, *rest):
         config = self.config
         weights = {name: p.detach().clone() for name, p in self.model.named_parameters()}
         tokens = {"inputs": batch.inputs_BT, "targets": batch.targets_BT}
         updates.setdefault((config.model.placement, config.seed, config.optimizer.lr), []).append(weights | tokens)
-        return update(self, step, batch, *rest)
+        return start(self, step, batch, *rest)
 
-    monkeypatch.setattr(Updater, "__call__", record)
+    monkeypatch.setattr(Updater, "start", record)
     return updates
 
 

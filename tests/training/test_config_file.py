@@ -87,3 +87,12 @@ def test_keys_of_older_versions_say_what_replaced_them(text: str, message: str):
         config_from_yaml(text, TrainConfig)
     with pytest.raises(ValueError, match=message):
         config_from_yaml(f"{{base: {text}}}", CompareConfig)
+
+
+@pytest.mark.parametrize(("old", "now"), [("true", "layer"), ("false", "none")])
+def test_values_of_older_versions_that_mean_the_same(old: str, now: str):
+    text = f"{{activation_checkpointing: {old}}}"
+    assert config_from_yaml(text, TrainConfig).activation_checkpointing == now
+    assert config_from_yaml(f"{{base: {text}}}", CompareConfig).base.activation_checkpointing == now
+    with pytest.raises(ValueError, match="chunked_loss cannot be"):
+        config_from_yaml(f"{{chunked_loss: {old}}}", TrainConfig)

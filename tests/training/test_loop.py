@@ -18,6 +18,7 @@ from normstream.training import (
     config_from_yaml,
     evaluate,
     load_model,
+    loop,
     read_metrics,
     train,
 )
@@ -81,6 +82,18 @@ def test_run_learns_and_leaves_its_files(config: Make, data: Data, tmp_path: Pat
     assert info["parameters"] == result.parameters
     assert result.parameters - result.non_embedding_parameters == 257 * 32
     assert json.loads((tmp_path / "run" / "result.json").read_text())["val_loss"] == result.val_loss
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_the_allocator_is_tuned_if_wanted_and_that_is_recorded(
+    wanted: bool, config: Make, data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    calls = []
+    monkeypatch.setattr(loop, "tune_allocator", lambda: calls.append("tuned") or "done")
+    train(config(steps=1, tune_allocator=wanted), tmp_path / "run", data=data)
+    assert calls == ["tuned"] * wanted
+    info = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert info["environment"]["allocator"] == ("done" if wanted else "left as it is, by tune_allocator")
 
 
 def test_same_seed_same_run_other_seed_not(config: Make, data: Data, tmp_path: Path):
@@ -193,6 +206,8 @@ def test_full_disk_while_saving(config: Make, data: Data, tmp_path: Path, monkey
         {"batch_size": 3, "grad_accumulation": 2},
         {"clip": 0.0},
         {"seed": -1},
+        {"prefetch": -1},
+        {"recompute_every": 0},
         {"warmup": 13},
         {"seq_len": 17},
     ],
@@ -242,12 +257,19 @@ def test_fp16_that_only_skips_has_diverged(config: Make, data: Data, tmp_path: P
 
 
 def test_activation_checkpointing_changes_nothing(config: Make, data: Data, tmp_path: Path):
-    for name, on in (("off", False), ("on", True)):
-        c = config(activation_checkpointing=on, dropout=0.2, drop_path=0.2)
-        train(c, tmp_path / name, data=data)
-    first, second = (read_metrics(tmp_path / name / "metrics.jsonl", "layers") for name in ("off", "on"))
-    assert losses(tmp_path / "on") == losses(tmp_path / "off")
-    assert first == second
+    options: dict[str, dict[str, Any]] = {
+        "none": {},
+        "layer": {"activation_checkpointing": "layer"},
+        "selective": {"activation_checkpointing": "selective"},
+        "every other layer": {"activation_checkpointing": "layer", "recompute_every": 2},
+    }
+    for name, recomputation in options.items():
+        train(config(**recomputation, dropout=0.2, drop_path=0.2), tmp_path / name, data=data)
+        for kind in ("train", "layers"):
+            ours, plain = (read_metrics(tmp_path / run / "metrics.jsonl", kind) for run in (name, "none"))
+            for row in (*ours, *plain):
+                row.pop("tokens_per_second", None)
+            assert ours == plain
 
 
 @pytest.mark.untyped  # the tracer cannot follow the type checks of a test run

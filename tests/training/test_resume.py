@@ -194,7 +194,8 @@ def test_what_cannot_change_within_a_run(change: dict[str, Any], config: Make, t
 def test_reporting_may_change_freely(config: Make, data: Data, tmp_path: Path):
     with pytest.raises(Interrupted):
         train(config(), tmp_path / "run", data=data, on_row=stop_at(5))
-    train(config(eval_every=2, keep_checkpoints=1), tmp_path / "run", data=data, resume=True)
+    free = {"keep_checkpoints": 1, "prefetch": 0, "tune_allocator": False, "run_ahead": False}
+    train(config(eval_every=2, **free), tmp_path / "run", data=data, resume=True)
     assert [p.name for p in list_checkpoints(tmp_path / "run" / "checkpoints")] == ["step_00000012"]
 
 

@@ -128,12 +128,12 @@ def test_probe_measures_the_streams_and_gradients_of_the_real_pass(config: Make,
 def test_probe_under_recomputation_and_with_a_tied_head(config: Make, data: Data):
     batch = Loader(data.train, 4, seed=0).batch(0)
     rows = []
-    for on in (False, True):
-        run = updater(config(activation_checkpointing=on, tied=True))
+    for kind in ("none", "layer", "selective"):
+        run = updater(config(activation_checkpointing=kind, tied=True))
         with LayerProbe(run.model) as probe:
             run(1, batch, probe)
         rows.append(probe.row(1))
-    assert rows[0] == rows[1]
+    assert rows[0] == rows[1] == rows[2]
     assert rows[0]["grad_norm"]["head"] is None
     assert [len(rows[0]["rms"][name]) for name in ("x", "y")] == [3, 3]
 
@@ -189,7 +189,17 @@ def clipping(config: Make, **options: Any) -> Updater:
 
 @pytest.mark.untyped  # as in test_compiled_layers
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("options", [{"grad_accumulation": 4}, {"activation_checkpointing": True}, {"compile": True}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"grad_accumulation": 4},
+        {"compile": True},
+        {"activation_checkpointing": "layer"},
+        {"activation_checkpointing": "selective"},
+        {"activation_checkpointing": "layer", "compile": True},
+        {"activation_checkpointing": "selective", "compile": True},
+    ],
+)
 def test_largest_logits_are_those_of_the_whole_batch(
     options: dict[str, Any], config: Make, data: Data, monkeypatch: pytest.MonkeyPatch
 ):

@@ -169,7 +169,8 @@ def part_of(half: Any) -> Any:
     """The ``part()`` of a join or a read; None where its own code must run: it has none, or something hooks it."""
     if not _describes_itself(type(half)):
         return None
-    return None if any(map(_is_hooked, half.modules())) else half.part()
+    hooked = not torch.compiler.is_compiling() and nn.modules.module._has_any_global_hook()
+    return None if hooked or any(map(_is_hooked, half.modules())) else half.part()
 
 
 @torch.compiler.assume_constant_result
@@ -184,9 +185,9 @@ def _describes_itself(kind: type) -> bool:
 
 
 def _is_hooked(module: nn.Module) -> bool:
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
+    """Whether something is to be called with a module, or instead of its class's ``forward``."""
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    return bool(hooks) or "forward" in vars(module)
 
 
 class DepthConstant:

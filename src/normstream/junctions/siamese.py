@@ -33,7 +33,7 @@ class SiameseStart(nn.Module):
         return normed(self.norm_x, embedding), normed(self.norm_y, embedding)
 
     def part(self) -> JoinPart | None:
-        return JoinPart(norm_x=self.norm_x, second=1.0) if self.norm_y is None else None
+        return JoinPart(norm_x=self.norm_x, second=1.0, starts=True) if self.norm_y is None else None
 
 
 class SiameseJoin(Join):

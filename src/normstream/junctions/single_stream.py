@@ -112,7 +112,7 @@ class NormedStart(nn.Module):
         return (self.norm(embedding),)
 
     def part(self) -> JoinPart:
-        return JoinPart(norm_x=self.norm)
+        return JoinPart(norm_x=self.norm, starts=True)
 
 
 class ScaledNormRead(Read):

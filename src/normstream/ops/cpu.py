@@ -5,29 +5,17 @@ The library has a plain C interface, so that a wheel stays pure Python and one b
 
 import ctypes
 import functools
-import hashlib
-import os
-import platform
-import shlex
-import shutil
 import struct
-import subprocess
-import tempfile
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from normstream.ops.build import library
 from normstream.ops.form import DTYPES, Form, empty_gradients, empty_outputs
 
-SOURCE = Path(__file__).with_name("junction.cpp")
-FLAGS = (
-    *("-std=c++20", "-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC"),
-    *(("-mprefer-vector-width=512",) if platform.machine() == "x86_64" else ()),
-)
 ELEMENTS_PER_THREAD = 16_384
 """Below this many elements another thread costs more than it saves."""
 BYTES_PAST_CACHE = 8 << 20
@@ -151,48 +139,10 @@ def available() -> bool:
 @functools.cache
 def _library() -> ctypes.CDLL:
     """The compiled library."""
-    library = ctypes.CDLL(str(_build()))
+    with library() as path:
+        loaded = ctypes.CDLL(str(path))
     for name in ("junction", "junction_z", "junction_backward"):
-        function = getattr(library, f"normstream_{name}")
+        function = getattr(loaded, f"normstream_{name}")
         function.argtypes, function.restype = (ctypes.c_char_p, ctypes.c_char_p), None
-    library.normstream_stride.argtypes, library.normstream_stride.restype = (ctypes.c_int64,), ctypes.c_int64
-    return library
-
-
-def _build() -> Path:
-    """Compiles the library unless that has been done; the name depends on whatever the result depends on."""
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        raise OSError("there is no C++ compiler: neither g++ nor clang++ is on the PATH, and CXX is not set")
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
-    key = hashlib.sha256(SOURCE.read_bytes())
-    key.update(repr((FLAGS, version, platform.machine(), _processor())).encode())
-    target = cache_folder() / f"junction-{key.hexdigest()[:16]}.so"
-    if not target.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-            built = Path(folder) / target.name
-            command = [compiler, *FLAGS, str(SOURCE), "-o", str(built)]
-            done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode:
-                raise OSError(f"{shlex.join(command)} failed: {done.stderr.strip()[:500]}")
-            built.replace(target)
-    return target
-
-
-def cache_folder() -> Path:
-    """Where compiled libraries are kept: normstream in ``XDG_CACHE_HOME``, which is as a rule ``~/.cache``.
-
-    >>> cache_folder().name
-    'normstream'
-    """
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "normstream"
-
-
-def _processor() -> str:
-    """What tells processors apart that need different code."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    return "".join(sorted({line for line in lines if line.startswith(("flags", "Features"))}))
+    loaded.normstream_stride.argtypes, loaded.normstream_stride.restype = (ctypes.c_int64,), ctypes.c_int64
+    return loaded

@@ -12,8 +12,11 @@ from normstream.ops.form import DTYPES, Constants, Form, NormForm
 from normstream.ops.registration import FusedJunction
 
 _KINDS = {RMSNorm: 1, LayerNorm: 2}
+MOST_COLUMNS_ON_GPU = 16_384
+"""Wider rows do not fit into the registers of one program."""
 _CODES = {dtype: code for code, dtype in enumerate(DTYPES[:3])}
-_ONE = torch.ones((), dtype=torch.float64, device="cpu")
+# Two tensors, since torch.compile does not let an operation have one of them twice.
+_SCALE, _READ_SCALE = (torch.ones((), dtype=torch.float64, device="cpu") for _ in range(2))
 
 
 class JoinPart(NamedTuple):
@@ -25,10 +28,12 @@ class JoinPart(NamedTuple):
     """N_x."""
     alpha: float = 1.0
     """Factor of the stream x."""
-    scale: Tensor = _ONE
+    scale: Tensor = _SCALE
     """Factor of the update that x receives, with two streams."""
     second: float | None = None
     """Factor of the update that y receives; None where there is no second stream."""
+    starts: bool = False
+    """Whether there are no streams yet."""
     drop: nn.Module | None = None
     """Dropout of the update; it comes after N_out, so with both there is no fused operation."""
 
@@ -42,7 +47,7 @@ class ReadPart(NamedTuple):
     """N_y; None where y is not read."""
     c: Tensor | None = None
     """The vector c."""
-    read_scale: Tensor = _ONE
+    read_scale: Tensor = _READ_SCALE
     """Factor of z."""
     has_z: bool = True
     """False where z is x' itself."""
@@ -54,8 +59,9 @@ def fused(
     """The state and z by one fused operation; None where there is no operation for this.
 
     There is none for float64, for other norms than ``RMSNorm`` and ``LayerNorm``, for streams of another shape than the
-    update's, inside ``torch.func`` and forward-mode derivatives, on other devices than CPU and CUDA, and where the
-    machine cannot build it. With ``auto``, one stream inside ``torch.compile`` on a CPU is left to the compiler.
+    update's, for sharded tensors and other subclasses, inside ``torch.func`` and forward-mode derivatives, on other
+    devices than CPU and CUDA, and where the machine cannot build it. With ``auto``, one stream inside ``torch.compile``
+    on a CPU is left to the compiler.
 
     Raises:
         ValueError: if ``backend`` names one that cannot be had.
@@ -84,19 +90,26 @@ def fused(
 
 def _form(join: JoinPart, read: ReadPart, state: Sequence[Tensor], update: Tensor) -> Form | None:
     """What is to be computed, or None where there is no operation for it."""
+    n_streams = 1 if join.second is None else 2
+    if update.device.type not in ("cpu", "cuda") or len(state) != (0 if join.starts else n_streams):
+        return None
     stream_dtype = (state[0] if state else update).dtype
     alike = all(stream.shape == update.shape and stream.dtype == stream_dtype for stream in state)
-    if not alike or update.dtype not in _CODES or stream_dtype not in _CODES or _derived_otherwise():
+    if not alike or _derived_otherwise() or not all(map(_is_plain, (update, *state))):
         return None
     norms = (join.norm_out, join.norm_x, read.norm_y, read.norm_in)
     if all(norm is None for norm in norms) or not all(_fits(norm, update.shape[-1]) for norm in norms):
+        return None
+    if read.c is not None and not _is_plain(read.c):
+        return None
+    if update.is_cuda and update.shape[-1] > MOST_COLUMNS_ON_GPU:
         return None
     z_dtype = stream_dtype
     if stream_dtype == torch.float32 and torch.is_autocast_enabled(update.device.type):
         z_dtype = torch.get_autocast_dtype(update.device.type)
     return Form(
-        n_streams=1 if join.second is None else 2,
-        has_state=len(state) > 0,
+        n_streams=n_streams,
+        has_state=not join.starts,
         has_z=read.has_z,
         stream_dtype=_CODES[stream_dtype],
         z_dtype=_CODES[z_dtype],
@@ -113,7 +126,14 @@ def _left_to_the_compiler(form: Form, update: Tensor) -> bool:
 
 
 def _fits(norm: Any, dim: int) -> bool:
-    return norm is None or (type(norm) in _KINDS and norm.dim == dim)
+    if norm is None:
+        return True
+    return type(norm) in _KINDS and norm.dim == dim and all(p is None or _is_plain(p) for p in (norm.weight, norm.bias))
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is torch's own kind, not sharded for instance, and of a dtype that the operation knows."""
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.dtype in _CODES
 
 
 def _norm_form(norm: Any, input_dtype: torch.dtype) -> NormForm:

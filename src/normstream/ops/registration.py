@@ -54,7 +54,7 @@ class FusedJunction(torch.autograd.Function):
         *parameters: Tensor | None,
     ) -> tuple[Tensor, ...]:
         form, shape = Form.decode(code), update.shape
-        rows = _rows(update)
+        rows, parameters = _rows(update), tuple(None if p is None else p.contiguous() for p in parameters)
         x_out, y_out, z, raw_x, stats = torch.ops.normstream.junction(
             rows, _rows(x), _rows(y), parameters, scale, read_scale, constants, code
         )
@@ -65,7 +65,7 @@ class FusedJunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.constants, ctx.code, ctx.shape, ctx.update_dtype = constants, code, shape, update.dtype
         there = (x_out, y_out if form.n_streams == 2 else None, z if form.has_z else None)
-        return tuple(t.view(shape) for t in there if t is not None)
+        return tuple(_in_shape(t, shape) for t in there if t is not None)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -83,13 +83,13 @@ class FusedJunction(torch.autograd.Function):
             *(dz, dx_out, dy_out, update, saved_x, saved_y, stats, parameters, scale, read_scale),
             *(ctx.constants, ctx.code, update_dtype),
         )
-        if form.shares_gradient(ctx.constants[0], update_dtype):
-            d_update = d_x
+        to_x = _in_shape(d_x, ctx.shape) if form.has_state else None
+        shared = form.shares_gradient(ctx.constants[0], update_dtype)
         rows = iter(d_parameters.unbind(0))
         return (
-            d_update.view(ctx.shape),
-            d_x.view(ctx.shape) if form.has_state else None,
-            d_y.view(ctx.shape) if form.has_state and form.n_streams == 2 else None,
+            to_x if shared else _in_shape(d_update, ctx.shape),
+            to_x,
+            _in_shape(d_y, ctx.shape) if form.has_state and form.n_streams == 2 else None,
             *(None, None, None, None),
             *(None if p is None else next(rows).to(p.dtype) for p in parameters),
         )
@@ -104,6 +104,11 @@ class FusedJunction(torch.autograd.Function):
 def _rows(tensor: Tensor | None) -> Any:
     """The tensor as (rows, dim), contiguous."""
     return None if tensor is None else tensor.reshape(-1, tensor.shape[-1]).contiguous()
+
+
+def _in_shape(rows: Tensor, shape: torch.Size) -> Tensor:
+    """(rows, dim) in another shape; no view, which could not be changed in place, since nobody has ``rows``."""
+    return torch.ops.aten._unsafe_view(rows, shape)
 
 
 def _run(device: str, operation: str, *arguments: Any) -> Any:

@@ -10,12 +10,15 @@ import torch
 from normstream.data import Data, DataConfig
 from normstream.models import DecoderConfig
 from normstream.names import check_choice
+from normstream.ops import Backend
 from normstream.optim import OptimizerConfig, ScheduleConfig
 from normstream.optim.qk_clip import QK_NORM
 
 Precision = Literal["fp32", "bf16", "fp16"]
+Recomputation = Literal["none", "inputs", "selective", "layer"]
+ChunkedLoss = Literal["auto", "always", "never"]
 _COUNTS = (
-    *("steps", "batch_size", "grad_accumulation", "eval_every", "eval_batches"),
+    *("steps", "batch_size", "grad_accumulation", "recompute_every", "eval_every", "eval_batches"),
     *("stats_every", "checkpoint_every", "keep_checkpoints"),
 )
 
@@ -54,8 +57,22 @@ class TrainConfig:
     """Seed of the initialization, the data order and dropout."""
     compile: bool = False
     """Compile each layer with torch.compile."""
-    activation_checkpointing: bool = False
-    """Recompute each layer in the backward pass instead of keeping its activations."""
+    junctions: Backend = "auto"
+    """How junctions run: fused where that can be (auto), in plain torch (plain), or in cpp or triton or not at all."""
+    activation_checkpointing: Recomputation = "none"
+    """What the backward pass recomputes instead of finding it kept: nothing, the sublayers' inputs (inputs), everything
+    but matrix products and attention (selective), or whole layers (layer)."""
+    recompute_every: int = 1
+    """Every how many layers one is recomputed, if any is."""
+    chunked_loss: ChunkedLoss = "auto"
+    """Output head and loss in pieces, so that the logits are never there as a whole; auto does so on CUDA from 32768
+    tokens of vocabulary."""
+    tune_allocator: bool = True
+    """On Linux with glibc, let the process keep memory that is freed instead of asking for it again at every step."""
+    prefetch: int = 2
+    """Batches that a thread prepares ahead of the updates; 0 prepares each when its turn comes."""
+    run_ahead: bool = True
+    """On CUDA, queue an update before the numbers of the one before have been read, where the optimizer allows it."""
     eval_every: int = 25
     """Steps between evaluations; one more follows the last step."""
     eval_batches: int = 16
@@ -73,11 +90,20 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check_choice("precision", self.precision, Precision)
+        check_choice("junctions", self.junctions, Backend)
+        check_choice("activation_checkpointing", self.activation_checkpointing, Recomputation)
+        check_choice("chunked_loss", self.chunked_loss, ChunkedLoss)
         for name in _COUNTS:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.seed < 0:
-            raise ValueError(f"seed must not be negative, got {self.seed}")
+        for name in ("seed", "prefetch"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        if self.compile and self.activation_checkpointing == "inputs":
+            raise ValueError(
+                "activation_checkpointing inputs does not go with compile, which decides by itself what to keep; "
+                "take selective, or leave compile out"
+            )
         if self.batch_size % self.grad_accumulation:
             raise ValueError(
                 f"batch_size {self.batch_size} is not divisible by grad_accumulation {self.grad_accumulation}; "

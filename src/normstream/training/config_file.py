@@ -21,6 +21,8 @@ RENAMED = {
     "model.bias": "it is none instead of false and all instead of true now",
 }
 """Keys of older versions, or keys whose true and false were replaced, and by what."""
+RENAMED_VALUES: dict[str, dict[Any, str]] = {"activation_checkpointing": {False: "none", True: "layer"}}
+"""Values of older versions that mean exactly one of today's."""
 
 
 def config_to_dict(config: Any) -> dict[str, Any]:
@@ -110,6 +112,8 @@ def _typed(value: Any, hint: Any, where: str) -> Any:
         (hint,) = (argument for argument in arguments if argument is not type(None))
         return _typed(value, hint, where)
     if origin is Literal:
+        if isinstance(value, bool):
+            value = RENAMED_VALUES.get(where.removeprefix("base."), {}).get(value, value)
         if value not in arguments:
             replacement = _replacement(where) if isinstance(value, bool) else None
             raise ValueError(f"{where} cannot be {value!r}; {replacement or nearest(str(value), map(str, arguments))}")

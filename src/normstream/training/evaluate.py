@@ -39,6 +39,11 @@ def logits_of(model: DecoderLM, batch: Batch) -> Tensor:
     return logits_BTV.to(precise_dtype(logits_BTV))
 
 
+def hidden_of(model: DecoderLM, batch: Batch) -> Tensor:
+    """The final hidden vectors (B, T, D) of a batch, which the output head reads."""
+    return model.hidden(batch.inputs_BT, documents_BT=batch.documents_BT, positions_BT=batch.positions_BT)
+
+
 def loss_sum(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     """The sum of the cross-entropies of all targets that count (those that are not -100).
 

@@ -6,13 +6,14 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from normstream.data import Data, Loader, load_data
 from normstream.init import initialize
+from normstream.machine import tune_allocator
 from normstream.models import DecoderLM
 from normstream.training.checkpoint import (
     Checkpoint,
@@ -30,11 +31,13 @@ from normstream.training.files import write_text
 from normstream.training.init_from import InitReport, init_from
 from normstream.training.lock import FolderLock
 from normstream.training.metrics import MetricsWriter, finite
+from normstream.training.prefetch import Prefetcher
 from normstream.training.probes import LayerProbe
 from normstream.training.progress import Progress
 from normstream.training.resume import check_changes, newest_intact
 from normstream.training.run_folder import RunFolder, RunResult, environment
 from normstream.training.signals import Interrupted, StopSignals
+from normstream.training.spinning import SpinControl, spinning_threads
 from normstream.training.step import Update, Updater
 
 OnRow = Callable[[dict[str, Any]], None]
@@ -68,13 +71,14 @@ def train(
     """
     run = RunFolder(run_dir)
     exists = run.check(resume)
+    allocator = tune_allocator() if config.tune_allocator else "left as it is, by tune_allocator"
     data = load_data(config.data) if data is None else data
     if data.config != config.data:
         raise ValueError(f"the data given was loaded with another config: {data.config}, expected {config.data}")
     config = resolve(config, data)
     device = resolve_device(config.device)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), StopSignals() as stop:
-        trainer = Trainer(config, run, data, device, on_row)
+        trainer = Trainer(config, run, data, device, on_row, allocator)
         if not exists:
             trainer.init_from()
         with FolderLock(run.path), closing(trainer):
@@ -96,11 +100,29 @@ def _finished(run: RunFolder, config: TrainConfig, accept_changes: bool) -> RunR
     return result
 
 
+class Started(NamedTuple):
+    """An update that has been started."""
+
+    result: Callable[[], Update]
+    """Waits for what it reports."""
+    probe: LayerProbe | None
+    """What measured the layers, at steps that have a row of their statistics."""
+
+
 class Trainer:
     """One run in progress: the model, its updater, its data and its folder."""
 
-    def __init__(self, config: TrainConfig, run: RunFolder, data: Data, device: torch.device, on_row: OnRow | None):
+    def __init__(
+        self,
+        config: TrainConfig,
+        run: RunFolder,
+        data: Data,
+        device: torch.device,
+        on_row: OnRow | None,
+        allocator: str,
+    ) -> None:
         self.config, self.run, self.data, self.device, self.on_row = config, run, data, device, on_row
+        self.allocator = allocator
         self.loader = Loader(data.train, config.batch_size, config.seed)
         self.eval_batches = list(eval_batches(data.validation, config.batch_size, config.eval_batches))
         if not any(map(count_targets, self.eval_batches)):
@@ -111,6 +133,9 @@ class Trainer:
         self.metrics: MetricsWriter | None = None
         self.init_report: InitReport | None = None
         self.updater: Updater
+        self.batches: Prefetcher | None = None
+        self.spinning = SpinControl(spinning_threads(device))
+        self.started: Started | None = None
 
     def init_from(self) -> None:
         """Takes the weights that the config says to start from, if any; nothing is written yet."""
@@ -122,7 +147,7 @@ class Trainer:
         self._to_device()
         parameters, non_embedding = _sizes(self.model)
         info = {
-            "environment": environment() | {"device": str(self.device)},
+            "environment": environment() | {"device": str(self.device), "allocator": self.allocator},
             "corpus_hash": self.data.corpus_hash,
             "train_tokens": len(self.data.train.tokens),
             "validation_tokens": len(self.data.validation.tokens),
@@ -176,9 +201,11 @@ class Trainer:
         """Does the remaining updates; returns the result, or raises Interrupted after a signal."""
         config, progress = self.config, self.progress
         began = time.perf_counter() - progress.seconds
+        steps, is_cuda = range(progress.step, config.steps), self.device.type == "cuda"
+        self.batches = Prefetcher(self.loader, steps, ahead=config.prefetch, pinned=is_cuda)
         while progress.step < config.steps:
             step = progress.step + 1
-            cause = self._update(step)
+            cause = self._update(step, stop)
             progress.seconds = time.perf_counter() - began
             if cause is not None:
                 return self._finish(None, step, cause)
@@ -187,7 +214,8 @@ class Trainer:
             if last or step % config.eval_every == 0:
                 self._evaluate(step)
             progress.seconds = time.perf_counter() - began
-            if last or step % config.checkpoint_every == 0 or stop.received is not None:
+            stops = stop.received is not None and self.started is None
+            if last or step % config.checkpoint_every == 0 or stops:
                 path = self.save()
                 if stop.received is not None and not last:
                     raise Interrupted(stop.received, step, path)
@@ -196,31 +224,44 @@ class Trainer:
             raise Interrupted(stop.received, progress.step, self.run.path)
         return result
 
-    def _update(self, step: int) -> str | None:
-        """Does one update and writes its rows; returns why the run cannot go on, or None."""
-        config = self.config
-        started = time.perf_counter()
-        batch = self.loader.batch(step - 1)
+    def _update(self, step: int, stop: StopSignals) -> str | None:
+        """Does one update and writes its rows; returns why the run cannot go on, or None.
+
+        Where the device decides by itself whether an update is applied, the next one is started before this one's
+        numbers are read, unless something is to be done between the two.
+        """
+        config, clock, cpu_clock = self.config, time.perf_counter(), time.process_time()
+        started = self.started or self._start(step)
+        pauses = step == config.steps or step % config.eval_every == 0 or step % config.checkpoint_every == 0
+        ahead = self.updater.runs_ahead and not pauses and stop.received is None
+        self.started = self._start(step + 1) if ahead else None
+        update = started.result()
         layers = None
-        if step % config.stats_every == 0 or step == config.steps:
-            with LayerProbe(self.model) as probe:
-                update = self.updater(step, batch, probe)
-            layers = probe.row(step)
+        if started.probe is not None:
+            layers = started.probe.row(step)
             if self.updater.qk_clip is not None:
                 layers["max_logit"] = self.updater.qk_clip.max_logits()
-        else:
-            update = self.updater(step, batch)
-        seconds = time.perf_counter() - started
+        seconds = time.perf_counter() - clock
+        self.spinning.note(seconds, time.process_time() - cpu_clock)
 
         spike = self.progress.count(step, update, seconds)
-        self._write(self._train_row(step, update, batch.inputs_BT.numel(), seconds))
+        self._write(self._train_row(step, update, seconds))
         if layers is not None:
             self._write(layers)
         if spike:
             self._event(step, "spike", f"training loss {update.loss:.4g} is far above those before it")
         return None if update.applied else self._not_applied(step, update)
 
-    def _train_row(self, step: int, update: Update, batch_tokens: int, seconds: float) -> dict[str, Any]:
+    def _start(self, step: int) -> "Started":
+        assert self.batches is not None
+        batch = self.batches.batch(step - 1)
+        if step % self.config.stats_every and step != self.config.steps:
+            return Started(self.updater.start(step, batch), None)
+        with LayerProbe(self.model) as probe:
+            return Started(self.updater.start(step, batch, probe), probe)
+
+    def _train_row(self, step: int, update: Update, seconds: float) -> dict[str, Any]:
+        batch_tokens = self.config.batch_size * self.config.data.seq_len
         row = {
             "kind": "train",
             "step": step,
@@ -329,9 +370,12 @@ class Trainer:
             self.on_row(row)
 
     def close(self) -> None:
-        """Closes the metrics file."""
+        """Closes the metrics file, and ends the threads of the run."""
         if self.metrics is not None:
             self.metrics.close()
+        if self.batches is not None:
+            self.batches.close()
+        self.spinning.close()
 
 
 def _sizes(model: DecoderLM) -> tuple[int, int]:

@@ -16,7 +16,12 @@ from normstream.training.checkpoint import Checkpoint, list_checkpoints, read_ch
 from normstream.training.config import TrainConfig
 from normstream.training.run_folder import RunFolder
 
-HARMLESS = frozenset({"eval_every", "eval_batches", "stats_every", "checkpoint_every", "keep_checkpoints"})
+HARMLESS = frozenset(
+    {
+        *("eval_every", "eval_batches", "stats_every", "checkpoint_every", "keep_checkpoints"),
+        *("tune_allocator", "prefetch", "run_ahead"),
+    }
+)
 """Fields that do not touch the updates; they may change without a word."""
 FIXED = ("model.", "data.", "seed", "batch_size")
 """Fields that the saved weights or the position in the data depend on; they cannot change within a run."""

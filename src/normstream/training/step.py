@@ -2,21 +2,23 @@
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from normstream.data import Batch
+from normstream.junctions import set_backend
 from normstream.models import DecoderLM
 from normstream.optim import QKClip, build_optimizer, clip_gradients, global_grad_norm, learning_rate
+from normstream.placements.placement import Placement
+from normstream.training.chunked_loss import LARGE_VOCABULARY, head_loss
 from normstream.training.config import TrainConfig
-from normstream.training.evaluate import autocast, count_targets, logits_of, loss_sum, z_loss_sum
+from normstream.training.evaluate import autocast, count_targets, hidden_of, logits_of, loss_sum, z_loss_sum
 from normstream.training.probes import LayerProbe
+from normstream.training.recompute import wrap_layers
 
 
 @dataclass(frozen=True)
@@ -47,13 +49,21 @@ class Updater:
     only momentum and weight decay then move the parameters. Dropout draws from a seed made of the run's seed, the step
     and the micro-batch. The learning rate depends on the step alone: a skipped update (fp16) counts as a step.
 
+    Whether loss and gradient norm are finite, and the update is to be applied, is as a rule decided here, which waits
+    for the device. With ``runs_ahead`` the device decides: the next update can be started before the numbers of this
+    one have been read. After one that is not finite it then applies no other.
+
     Args:
         model: float32 parameters; its layers are wrapped for compilation and activation checkpointing if the config
             says so.
         config: the run.
+        runs_ahead: whether the device decides; None means on CUDA, if the config says so and ``why_not_ahead`` is None.
+
+    Raises:
+        ValueError: if the device is to decide but cannot.
     """
 
-    def __init__(self, model: DecoderLM, config: TrainConfig) -> None:
+    def __init__(self, model: DecoderLM, config: TrainConfig, *, runs_ahead: bool | None = None) -> None:
         self.model, self.config = model, config
         self.device = next(model.parameters()).device
         self.parameters = [p for p in model.parameters() if p.requires_grad]
@@ -61,10 +71,39 @@ class Updater:
         threshold = config.optimizer.clip_threshold
         self.qk_clip = None if threshold is None else QKClip(model, threshold, config.optimizer.qk_clip)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.precision == "fp16")
-        wrap_layers(model, compiled=config.compile, checkpointed=config.activation_checkpointing)
+        self.chunked_loss = is_chunked(config, self.device)
+        obstacle = self.why_not_ahead()
+        if runs_ahead and obstacle is not None:
+            raise ValueError(f"the device cannot decide whether an update is applied: {obstacle}")
+        wanted = config.run_ahead and self.device.type == "cuda" and obstacle is None
+        self.runs_ahead = wanted if runs_ahead is None else runs_ahead
+        self._failed = torch.zeros((), device=self.device)
+        set_backend(model, config.junctions)
+        wrap_layers(
+            model, compiled=config.compile, recomputed=config.activation_checkpointing, every=config.recompute_every
+        )
+
+    def why_not_ahead(self) -> str | None:
+        """What needs the numbers of an update before the next one can start, None if nothing does."""
+        if not getattr(self.optimizer, "_step_supports_amp_scaling", False):
+            return f"the optimizer {self.config.optimizer.kind} cannot leave out a step by itself"
+        if self.scaler.is_enabled():
+            return "the loss scale of fp16 depends on every update"
+        if self.qk_clip is not None:
+            return "QK-Clip changes the weights after each update that is applied"
+        if type(self.model.placement).after_step is not Placement.after_step:
+            return f"the placement {self.model.placement} changes the weights after each update that is applied"
+        return None
 
     def __call__(self, step: int, batch: Batch, probe: LayerProbe | None = None) -> Update:
         """Does update number ``step`` (from 1) with all sequences of one batch."""
+        return self.start(step, batch, probe)()
+
+    def start(self, step: int, batch: Batch, probe: LayerProbe | None = None) -> Callable[[], Update]:
+        """Starts update number ``step``; returns what waits until it is done and says what it reports.
+
+        Only with ``runs_ahead`` there is something to wait for.
+        """
         lr = learning_rate(self.config.schedule, self.config.optimizer.lr, step, self.config.steps)
         with nullcontext() if self.qk_clip is None else self.qk_clip.watching():
             losses = self._accumulate(step, batch)
@@ -72,21 +111,38 @@ class Updater:
         norm = global_grad_norm(self.parameters)
         if probe is not None:
             probe.record_gradients()
-
-        # The one place where the host waits for the device.
         logits = [] if self.qk_clip is None else [self.qk_clip.largest(), self.qk_clip.n_over()]
-        loss, z_loss, grad_norm, *watched = torch.stack([*losses, norm, *logits]).tolist()
+        numbers = torch.stack([*losses, norm, *logits])
+        read = self._device_decides(lr, norm, numbers) if self.runs_ahead else self._decide(lr, norm, numbers)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        return lambda: self._report(lr, *read())
+
+    def _decide(self, lr: float, norm: Tensor, numbers: Tensor) -> Callable[[], list[float]]:
+        """Waits for the numbers and applies the update if they are finite; returns that and them."""
+        loss, _, grad_norm, *_ = values = numbers.tolist()
         applied = math.isfinite(loss) and math.isfinite(grad_norm)
         if applied:
             self._apply(lr, norm)
-        self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
-        max_logit, n_clipped = watched or (None, None)
+        return [float(applied), *values].copy
+
+    def _device_decides(self, lr: float, norm: Tensor, numbers: Tensor) -> Callable[[], list[float]]:
+        """The same without waiting: the optimizer leaves out its step if this update or one before it failed."""
+        finite = numbers[:3:2].isfinite().all()  # loss and norm
+        self._failed = torch.maximum(self._failed, (~finite).to(self._failed))
+        self.optimizer.found_inf = self._failed  # pyright: ignore[reportAttributeAccessIssue]
+        self._apply(lr, norm)
+        return to_host(torch.cat([1 - self._failed[None], numbers]))
+
+    def _report(
+        self, lr: float, applied: float, loss: float, z_loss: float, grad_norm: float, *logits: float
+    ) -> Update:
+        max_logit, n_clipped = logits or (None, None)
         return Update(
             loss,
             grad_norm,
             lr,
-            applied,
+            applied=bool(applied),
             z_loss=z_loss if self.config.z_loss > 0 else None,
             max_logit=max_logit,
             clipped_heads=None if n_clipped is None else int(n_clipped),
@@ -101,15 +157,25 @@ class Updater:
             torch.manual_seed(dropout_seed(self.config.seed, step, number))
             micro = micro.to(self.device)
             with autocast(self.config.precision, self.device):
-                logits_BTV = logits_of(self.model, micro)
-                loss = loss_sum(logits_BTV, micro.targets_BT) / n_targets
-                total += loss.detach()
-                if self.config.z_loss > 0:
-                    z_loss = self.config.z_loss * z_loss_sum(logits_BTV, micro.targets_BT) / n_targets
-                    z_total += z_loss.detach()
-                    loss = loss + z_loss
+                loss, cross_entropy, z_loss = self._losses(micro, n_targets)
+            total += cross_entropy.detach()
+            if z_loss is not None:
+                z_total += z_loss.detach()
             self.scaler.scale(loss).backward()
         return total, z_total
+
+    def _losses(self, micro: Batch, n_targets: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """What to differentiate, the cross-entropy and the z-loss, if there is one, per target of the whole batch."""
+        factor = self.config.z_loss
+        if self.chunked_loss:
+            loss, cross_entropy, z_loss = head_loss(self.model, hidden_of(self.model, micro), micro.targets_BT, factor)
+            return loss / n_targets, cross_entropy / n_targets, factor * z_loss / n_targets if factor > 0 else None
+        logits_BTV = logits_of(self.model, micro)
+        loss = loss_sum(logits_BTV, micro.targets_BT) / n_targets
+        if factor == 0:
+            return loss, loss, None
+        z_loss = factor * z_loss_sum(logits_BTV, micro.targets_BT) / n_targets
+        return loss + z_loss, loss, z_loss
 
     def _apply(self, lr: float, norm: Tensor) -> None:
         for group in self.optimizer.param_groups:
@@ -120,6 +186,37 @@ class Updater:
         if self.qk_clip is not None:
             self.qk_clip.clip()
         self.model.placement.after_step(self.model)
+
+
+def is_chunked(config: TrainConfig, device: torch.device) -> bool:
+    """Whether a run computes head and loss in chunks.
+
+    >>> is_chunked(TrainConfig(), torch.device("cpu"))
+    False
+    """
+    if config.chunked_loss == "auto":
+        return device.type == "cuda" and config.model.vocab_size >= LARGE_VOCABULARY
+    return config.chunked_loss == "always"
+
+
+def to_host(numbers: Tensor) -> Callable[[], list[float]]:
+    """Starts to copy numbers to the host, and returns what waits for them; later work of the device is not waited for.
+
+    >>> to_host(torch.ones(2))()
+    [1.0, 1.0]
+    """
+    if numbers.device.type != "cuda":
+        return numbers.tolist
+    copy = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+    copy.copy_(numbers, non_blocking=True)
+    copied = torch.cuda.Event(blocking=True)
+    copied.record(torch.cuda.current_stream(numbers.device))
+
+    def wait() -> list[float]:
+        copied.synchronize()
+        return copy.tolist()
+
+    return wait
 
 
 def split(batch: Batch, parts: int) -> Iterator[Batch]:
@@ -145,18 +242,3 @@ def dropout_seed(seed: int, step: int, micro_batch: int) -> int:
     """
     digest = hashlib.sha256(f"dropout {seed} {step} {micro_batch}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
-
-
-def wrap_layers(model: DecoderLM, *, compiled: bool, checkpointed: bool) -> None:
-    """Compiles each layer's forward, and makes it recompute its activations in the backward pass, if asked for.
-
-    The layer's own ``__call__`` stays outside, and with it all hooks, which then see each layer once per forward pass.
-
-    >>> from normstream.models import DecoderConfig
-    >>> wrap_layers(DecoderLM(DecoderConfig(dim=8, n_layers=1, n_heads=2)), compiled=False, checkpointed=True)
-    """
-    for layer in model.layers:
-        if compiled:
-            layer.forward = torch.compile(layer.forward)
-        if checkpointed:
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)

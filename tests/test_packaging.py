@@ -58,7 +58,8 @@ def test_console_script_resolves() -> None:
 @pytest.mark.parametrize("section", ["core", *EXTRAS])
 def test_every_dependency_is_pinned_and_has_a_reason(section: str) -> None:
     packages = [project_name(requirement) for requirement in (CORE if section == "core" else EXTRAS[section])]
-    assert [name for name in packages if name not in pinned()] == []
+    unpinned = {"triton"}  # a CUDA build of torch asks for a version of its own
+    assert [name for name in packages if name not in pinned() | dict.fromkeys(unpinned)] == []
     assert sorted(documented()[section]) == sorted(packages)
 
 

@@ -85,7 +85,8 @@ def test_compiled_gradients_are_the_same(recomputed: Recomputation, monkeypatch:
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda f: real(f, backend="aot_eager"))
     results = []
-    for compiled, what in ((False, "none"), (True, "none"), (True, recomputed)):
+    ways: list[tuple[bool, Recomputation]] = [(False, "none"), (True, "none"), (True, recomputed)]
+    for compiled, what in ways:
         torch._dynamo.reset()
         model = model_of(dropout=0.0)
         wrap_layers(model, compiled=compiled, recomputed=what)

@@ -16,8 +16,8 @@ from torch import Tensor
 from normstream.ops.build import library
 from normstream.ops.form import DTYPES, Form, empty_gradients, empty_outputs
 
-ELEMENTS_PER_THREAD = 16_384
-"""Below this many elements another thread costs more than it saves."""
+ELEMENTS_FOR_THREADS = 32_768
+"""Below this many elements other threads cost more than they save."""
 BYTES_PAST_CACHE = 8 << 20
 """From this size on an output is written past the cache, since it would be evicted before it is read."""
 N_POINTERS = 42
@@ -100,7 +100,7 @@ def junction_z(
 
 def _call(function: Any, form: Form, shape: Sequence[int], pointers: list[int], numbers: bytes) -> None:
     rows, dim = shape
-    threads = max(1, min(torch.get_num_threads(), rows * dim // ELEMENTS_PER_THREAD))
+    threads = torch.get_num_threads() if rows * dim >= ELEMENTS_FOR_THREADS else 1  # another size would cost a new team
     past_cache = rows * dim * DTYPES[form.stream_dtype].itemsize >= BYTES_PAST_CACHE
     head = struct.pack("4q", rows, dim, threads, past_cache)
     absent = [0] * (N_POINTERS - len(pointers))

@@ -40,9 +40,7 @@ def ours(shape: ModelShape, placement: str, how: str, mode: str = "eager") -> Tr
     model = DecoderLM(shape.config(placement))
     initialize(model, seed=SEED)
     set_backend(model, BACKENDS[how])  # pyright: ignore[reportArgumentType]
-    for layer in model.layers:
-        layer.rebuild_z = how == "rebuilt"  # pyright: ignore[reportArgumentType]
-    wrap_layers(model, compiled=mode == "compiled")
+    wrap_layers(model, compiled=mode == "compiled", recomputed="inputs" if how == "rebuilt" else "none")
     hidden = torch.compile(model.hidden, dynamic=False) if mode == "whole" else model.hidden
 
     def loss(tokens: Tensor) -> Tensor:

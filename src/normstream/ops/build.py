@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("junction.cpp")
+HEADER = SOURCE.with_name("rows.h")
 FLAGS = (
     *("-std=c++20", "-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC"),
     *(("-mprefer-vector-width=512",) if platform.machine() == "x86_64" else ()),
@@ -61,7 +62,7 @@ def _key(compiler: list[str]) -> str:
         version = _run([*compiler, "--version"])
     except OSError as error:
         raise OSError(f"the C++ compiler does not work: {error}") from error
-    key = hashlib.sha256(SOURCE.read_bytes())
+    key = hashlib.sha256(SOURCE.read_bytes() + HEADER.read_bytes())
     key.update(repr((FLAGS, version, platform.machine(), _processor())).encode())
     return key.hexdigest()[:16]
 

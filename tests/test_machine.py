@@ -144,8 +144,12 @@ def test_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("CXX", raising=False)
     assert machine.compiler() == f"{tmp_path / 'g++'}, g++ (Made up) 12.2.0"
     monkeypatch.setenv("CXX", "my-cxx")
-    assert machine.compiler() == f"{tmp_path / 'my-cxx'}, mine 1.2.3"
+    assert machine.compiler() == "my-cxx, mine 1.2.3"
+    monkeypatch.setenv("CXX", "my-cxx -Wall")
+    assert machine.compiler() == "my-cxx -Wall, mine 1.2.3"
     monkeypatch.setenv("CXX", "not-there")
+    assert machine.compiler() is None
+    monkeypatch.delenv("CXX")
     (tmp_path / "g++").write_text("#!/bin/sh\nexit 1\n")
     assert machine.compiler() == f"{tmp_path / 'clang++'}, clang 18"
     (tmp_path / "clang++").unlink()

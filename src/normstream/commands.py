@@ -306,7 +306,7 @@ def levers(device: torch.device) -> dict[str, str]:
         **fused,
         "torch.compile": "usable" if missing is None else f"not usable: {missing}",
         "allocator": machine.why_not_tuned() or "training tunes it (tune_allocator)",
-        "run ahead": "yes" if on_gpu else gpu_only,
+        "run ahead": "yes, with adamw, without fp16 and QK-Clip" if on_gpu else gpu_only,
         "chunked loss": f"from {LARGE_VOCABULARY} tokens" if on_gpu else f"{gpu_only}, unless chunked_loss is always",
     }
 

@@ -10,13 +10,15 @@ heap, so that each output of an operation is mapped and zeroed page by page agai
 import ctypes
 import math
 import os
-import shutil
-import subprocess
+import shlex
 import sysconfig
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
+
+from normstream.ops import build
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 """Names of mallopt's parameters, from glibc's malloc.h."""
@@ -98,15 +100,11 @@ def why_not_tuned() -> str | None:
 
 
 def compiler() -> str | None:
-    """Path and version of the C++ compiler that there is: CXX, else g++, else clang++; None without one."""
-    for name in (os.environ.get("CXX"), "g++", "clang++"):
-        if not name or (path := shutil.which(name)) is None:
-            continue
-        try:
-            said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=True).stdout
-        except (OSError, subprocess.SubprocessError):
-            continue
-        return f"{path}, {said.splitlines()[0] if said else 'of unknown version'}"
+    """Command and version of the first C++ compiler that runs: CXX, or else g++ or clang++; None without one."""
+    for command in build.compilers():
+        with suppress(build.CompilerError):
+            said = build.version(command)
+            return f"{shlex.join(command)}, {said.splitlines()[0] if said else 'of unknown version'}"
     return None
 
 

@@ -326,6 +326,16 @@ def test_a_second_derivative_says_what_to_do() -> None:
     assert second().isfinite().all()
 
 
+@pytest.mark.parametrize(("placement", "stream"), [("pre", 0), ("siamese", 1)])
+def test_a_stream_that_is_changed_in_place_is_not_taken_for_what_was_kept(placement: str, stream: int) -> None:
+    junction = placements.get(placement).junctions(8, 1)[1]
+    update = torch.randn(3, 8, requires_grad=True)
+    state, z = junction(tuple(torch.randn(3, 8) for _ in range(stream + 1)), update)
+    state[stream].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        z.sum().backward()
+
+
 def test_in_place_changes_of_what_a_junction_gives() -> None:
     """A sublayer may overwrite its input, as with ReLU(inplace=True), where the plain code allows it."""
     case = case_of("pre", 1, (3, 8))

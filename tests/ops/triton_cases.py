@@ -3,6 +3,7 @@
 ``test_triton.py`` runs this file in a process of its own, on the CPU with TRITON_INTERPRET=1, else on a GPU.
 """
 
+import copy
 import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -13,6 +14,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from normstream import placements
+from normstream.ops import RebuiltZ, calls
 from normstream.ops.form import DTYPES, Constants, Form, NormForm
 from normstream.ops.triton_junction import junction, junction_backward
 from normstream.ops.triton_norm import INTERPRETED
@@ -237,7 +240,7 @@ def test_no_rows(name: str) -> None:
 
 def test_too_wide() -> None:
     case = CASES["pre"]
-    with pytest.raises(ValueError, match="at most 16384 columns, got 16385: the plain backend"):
+    with pytest.raises(ValueError, match="at most 16384 columns, got 16385; take plain"):
         forward(case, inputs(case, 1, 16_385, torch.float32))
 
 
@@ -382,3 +385,26 @@ def test_one_kernel_forward_and_two_backward(monkeypatch: pytest.MonkeyPatch) ->
         adds_up = any(p is not None for p in given.parameters)
         assert started == ["forward", "backward", "add_up"][: 2 + adds_up]
         started.clear()
+
+
+@pytest.mark.parametrize("placement", ["pre", "keel", "siamese", "siamese_hybrid_pre"])
+def test_a_junction_whose_z_is_made_again(placement: str) -> None:
+    """Through the registered operation, autograd and RebuiltZ, against the junction's own code."""
+    torch.manual_seed(0)
+    plain = placements.get(placement).junctions(24, 2)[2].to(DEVICE)
+    fused = copy.deepcopy(plain)
+    plain.backend, fused.backend = "plain", "triton"
+    matrix = torch.randn(24, 24, device=DEVICE)
+    state = tuple(torch.randn(5, 24, device=DEVICE) for _ in placements.get(placement).streams)
+    gradients = []
+    calls.clear()
+    for of in (plain, fused):
+        update = torch.ones(5, 24, device=DEVICE).cumsum(1).requires_grad_()
+        streams, z = of(state, update)
+        with RebuiltZ(z):
+            y = z @ matrix.requires_grad_()
+        loss = y.square().sum() + sum(s.square().sum() for s in streams)
+        gradients.append(torch.autograd.grad(loss, [update, matrix, *of.parameters()]))
+    assert calls == {"triton junction": 1, "triton junction_z": 1, "triton junction_backward": 1}
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=1e-4)

@@ -121,8 +121,9 @@ class Junction(nn.Module):
     """A join and the read that follows it, as one fused operation where there is one.
 
     ``backend`` says how: ``auto`` takes C++ on a CPU and Triton on a GPU where they can be had, ``plain`` the join's
-    and the read's own code, ``cpp`` and ``triton`` insist. While something hooks the join, the read or one of their
-    norms, their own code runs, so that the hook is called. ``normstream.ops.calls`` counts what ran.
+    and the read's own code; ``cpp`` and ``triton`` raise where the machine lacks them. While something hooks the join,
+    the read or one of their norms, their own code runs, so that the hook is called. ``normstream.ops.calls`` counts
+    what ran.
 
     Shapes: update, z and each stream are ``(B, T, D)``; n hyper-connected streams are one tensor ``(B, T, n, D)``.
 

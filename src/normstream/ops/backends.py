@@ -11,18 +11,19 @@ import torch
 
 from normstream.names import check_choice
 from normstream.ops import cpu
+from normstream.ops.form import MOST_COLUMNS_IN_TRITON
 
 Backend = Literal["auto", "plain", "cpp", "triton"]
 
 
 @torch.compiler.assume_constant_result
-def backend_for(device: str, wanted: Backend) -> bool:
-    """Whether a fused junction runs on a kind of device, with ``wanted`` as the user's wish.
+def backend_for(device: str, dim: int, wanted: Backend) -> bool:
+    """Whether a fused junction of that width runs on a kind of device, with ``wanted`` as the user's wish.
 
     Raises:
         ValueError: for an unknown name, or one that cannot be had on this device.
 
-    >>> backend_for("cpu", "plain")
+    >>> backend_for("cpu", 8, "plain")
     False
     """
     check_choice("backend", wanted, Backend)
@@ -32,7 +33,7 @@ def backend_for(device: str, wanted: Backend) -> bool:
     there = cpu.available() if name == "cpp" else triton_available()
     if wanted != "auto" and (wanted != name or not there):
         raise ValueError(f"the backend {wanted} cannot run on {device} here; {status()[wanted]}; take auto or plain")
-    return there
+    return there and (name == "cpp" or dim <= MOST_COLUMNS_IN_TRITON)
 
 
 def cpu_backend() -> Literal["cpp", "triton"]:
@@ -58,7 +59,8 @@ def status() -> dict[str, str]:
     >>> list(status())
     ['cpp', 'triton']
     """
-    cpp = "compiled for the CPU" if cpu.available() else "no C++ compiler was found, or it failed"
+    reason = cpu.why_missing()
+    cpp = "compiled for the CPU" if reason is None else f"missing: {reason}"
     if not triton_available():
         triton = "Triton is not installed"
     elif torch.cuda.is_available():

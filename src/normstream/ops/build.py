@@ -29,17 +29,49 @@ def library() -> Iterator[Path]:
     Raises:
         OSError: without a compiler, or if it fails; the message says what it said.
     """
-    compiler = (
-        shlex.split(os.environ.get("CXX", "")) or [path for path in map(shutil.which, ("g++", "clang++")) if path][:1]
-    )
-    if not compiler:
-        raise OSError("there is no C++ compiler: neither g++ nor clang++ is on the PATH, and CXX is not set")
-    name = f"junction-{_key(compiler)}.so"
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = cache_folder() or Path(temporary)
-        if not _loads(folder / name):
-            _compile(compiler, folder / name)
-        yield folder / name
+    problems = []
+    for compiler in compilers():
+        try:
+            name = f"junction-{_key(compiler)}.so"
+            with tempfile.TemporaryDirectory() as temporary:
+                folder = cache_folder() or Path(temporary)
+                if not _loads(folder / name):
+                    _compile(compiler, folder / name)
+                yield folder / name
+            return
+        except CompilerError as error:
+            problems.append(str(error))
+    missing = "there is no C++ compiler: neither g++ nor clang++ is on the PATH, and CXX is not set"
+    raise OSError("; ".join(problems) or missing)
+
+
+class CompilerError(Exception):
+    """A compiler is not there, or fails.
+
+    >>> raise CompilerError("g++ failed")
+    Traceback (most recent call last):
+    normstream.ops.build.CompilerError: g++ failed
+    """
+
+
+def compilers() -> list[list[str]]:
+    """The commands to try: that of ``CXX``, which may have arguments, or else g++ and clang++.
+
+    >>> len(compilers()) < 3
+    True
+    """
+    if given := shlex.split(os.environ.get("CXX", "")):
+        return [given]
+    return [[path] for path in map(shutil.which, ("g++", "clang++")) if path is not None]
+
+
+def version(compiler: list[str]) -> str:
+    """What a compiler says of itself.
+
+    Raises:
+        CompilerError: if it does not run.
+    """
+    return _run([*compiler, "--version"])
 
 
 def cache_folder() -> Path | None:
@@ -58,12 +90,8 @@ def cache_folder() -> Path | None:
 
 def _key(compiler: list[str]) -> str:
     """A name for all that the result depends on."""
-    try:
-        version = _run([*compiler, "--version"])
-    except OSError as error:
-        raise OSError(f"the C++ compiler does not work: {error}") from error
     key = hashlib.sha256(SOURCE.read_bytes() + HEADER.read_bytes())
-    key.update(repr((FLAGS, version, platform.machine(), _processor())).encode())
+    key.update(repr((FLAGS, version(compiler), platform.machine(), _processor())).encode())
     return key.hexdigest()[:16]
 
 
@@ -84,10 +112,13 @@ def _compile(compiler: list[str], target: Path) -> None:
 
 
 def _run(command: list[str]) -> str:
-    """What a command says; OSError if it fails."""
-    done = subprocess.run(command, capture_output=True, text=True)
+    """What a command says."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except OSError as error:
+        raise CompilerError(f"{shlex.join(command)} does not run: {error}") from error
     if done.returncode:
-        raise OSError(f"{shlex.join(command)} failed: {done.stderr.strip()[:500]}")
+        raise CompilerError(f"{shlex.join(command)} failed: {done.stderr.strip()[:500]}")
     return done.stdout
 
 

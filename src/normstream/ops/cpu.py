@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from normstream.ops.build import library
-from normstream.ops.form import DTYPES, Form, empty_gradients, empty_outputs
+from normstream.ops.form import DTYPE_CODES, DTYPES, Form, empty_gradients, empty_outputs
 
 ELEMENTS_FOR_THREADS = 32_768
 """Below this many elements other threads cost more than they save."""
@@ -25,8 +25,6 @@ N_POINTERS = 42
 ROWS_PER_BLOCK = 64
 MOST_BLOCKS = 256
 """Gradients of gains are summed in blocks of at least so many rows, in at most so many blocks."""
-
-_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 
 
 def junction(
@@ -117,7 +115,7 @@ def _described(form: Form) -> bytes:
 def _pointers(*tensors: Tensor | None) -> list[int]:
     """Address and dtype of each tensor, twice 0 for none."""
     absent = (0, 0)
-    pairs = [absent if t is None or t.shape == (0,) else (t.data_ptr(), _CODES[t.dtype]) for t in tensors]
+    pairs = [absent if t is None or t.shape == (0,) else (t.data_ptr(), DTYPE_CODES[t.dtype]) for t in tensors]
     return [number for pair in pairs for number in pair]
 
 
@@ -128,12 +126,18 @@ def _numbers(form: Form, constants: Sequence[float], scale: Tensor, read_scale: 
 @functools.cache
 def available() -> bool:
     """Whether the library is there or could be built; says once, as a warning, why not."""
+    if (reason := why_missing()) is not None:
+        warnings.warn(f"junctions run unfused on the CPU, which is slower: {reason}", stacklevel=2)
+    return reason is None
+
+
+def why_missing() -> str | None:
+    """Why the library is not there and cannot be built; None if it is."""
     try:
         _library()
     except OSError as error:
-        warnings.warn(f"junctions run unfused on the CPU, which is slower: {error}", stacklevel=2)
-        return False
-    return True
+        return str(error)
+    return None
 
 
 @functools.cache

@@ -19,11 +19,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-SLOTS = ("out", "x", "y", "in")
-"""The norms' places, in the order of the computation."""
-
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """A dtype is written as its place in this list."""
+DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES[:3])}
+"""The dtypes that fused junctions know, and their places."""
+MOST_COLUMNS_IN_TRITON = 16_384
+"""Wider rows do not fit into the registers of one program."""
 
 
 class NormForm(NamedTuple):
@@ -91,7 +92,7 @@ class Form(NamedTuple):
 
     @property
     def norms(self) -> tuple[NormForm, NormForm, NormForm, NormForm]:
-        """The norms in the order of ``SLOTS``."""
+        """The norms in the order of the computation."""
         return self.norm_out, self.norm_x, self.norm_y, self.norm_in
 
     @property

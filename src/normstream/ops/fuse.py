@@ -8,13 +8,10 @@ from torch import Tensor, nn
 
 from normstream.norms import LayerNorm, RMSNorm
 from normstream.ops.backends import Backend, backend_for
-from normstream.ops.form import DTYPES, Constants, Form, NormForm
+from normstream.ops.form import DTYPE_CODES, Constants, Form, NormForm
 from normstream.ops.registration import FusedJunction
 
 _KINDS = {RMSNorm: 1, LayerNorm: 2}
-MOST_COLUMNS_ON_GPU = 16_384
-"""Wider rows do not fit into the registers of one program."""
-_CODES = {dtype: code for code, dtype in enumerate(DTYPES[:3])}
 # Two tensors, since torch.compile does not let an operation have one of them twice.
 _SCALE, _READ_SCALE = (torch.ones((), dtype=torch.float64, device="cpu") for _ in range(2))
 
@@ -67,17 +64,16 @@ def fused(
         ValueError: if ``backend`` names one that cannot be had.
     """
     form = _form(join, read, state, update)
-    if (
-        form is None
-        or (backend == "auto" and _left_to_the_compiler(form, update))
-        or not backend_for(update.device.type, backend)
-    ):
+    if form is None or (backend == "auto" and _left_to_the_compiler(form, update)):
+        return None
+    norms: tuple[Any, ...] = (join.norm_out, join.norm_x, read.norm_y, read.norm_in)
+    width = next(norm.dim for norm in norms if norm is not None)
+    if not backend_for(update.device.type, width, backend):
         return None
     if join.drop is not None and join.drop.active:
         if join.norm_out is not None:
             return None
         update = join.drop(update)
-    norms = (join.norm_out, join.norm_x, read.norm_y, read.norm_in)
     constants = Constants(join.alpha, 1.0 if join.second is None else join.second, *(_eps(norm) for norm in norms))
     parameters = [parameter for norm in norms for parameter in _gain_and_bias(norm)]
     x, y = (*state, None, None)[:2]
@@ -102,8 +98,6 @@ def _form(join: JoinPart, read: ReadPart, state: Sequence[Tensor], update: Tenso
         return None
     if read.c is not None and not _is_plain(read.c):
         return None
-    if update.is_cuda and update.shape[-1] > MOST_COLUMNS_ON_GPU:
-        return None
     z_dtype = stream_dtype
     if stream_dtype == torch.float32 and torch.is_autocast_enabled(update.device.type):
         z_dtype = torch.get_autocast_dtype(update.device.type)
@@ -111,8 +105,8 @@ def _form(join: JoinPart, read: ReadPart, state: Sequence[Tensor], update: Tenso
         n_streams=n_streams,
         has_state=not join.starts,
         has_z=read.has_z,
-        stream_dtype=_CODES[stream_dtype],
-        z_dtype=_CODES[z_dtype],
+        stream_dtype=DTYPE_CODES[stream_dtype],
+        z_dtype=DTYPE_CODES[z_dtype],
         norm_out=_norm_form(join.norm_out, update.dtype),
         norm_x=_norm_form(join.norm_x, stream_dtype),
         norm_y=_norm_form(read.norm_y, stream_dtype),
@@ -133,7 +127,7 @@ def _fits(norm: Any, dim: int) -> bool:
 
 def _is_plain(tensor: Tensor) -> bool:
     """Whether a tensor is torch's own kind, not sharded for instance, and of a dtype that the operation knows."""
-    return type(tensor) in (Tensor, nn.Parameter) and tensor.dtype in _CODES
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.dtype in DTYPE_CODES
 
 
 def _norm_form(norm: Any, input_dtype: torch.dtype) -> NormForm:
@@ -145,7 +139,7 @@ def _norm_form(norm: Any, input_dtype: torch.dtype) -> NormForm:
         return NormForm(kind, zero_centered)
     gain_dtype = torch.float32 if zero_centered else norm.weight.dtype
     low = input_dtype if norm.cast == "before_gain" else gain_dtype
-    return NormForm(kind, zero_centered, _CODES[low], _CODES[torch.promote_types(low, gain_dtype)])
+    return NormForm(kind, zero_centered, DTYPE_CODES[low], DTYPE_CODES[torch.promote_types(low, gain_dtype)])
 
 
 def _gain_and_bias(norm: Any) -> tuple[Tensor | None, Tensor | None]:

@@ -16,7 +16,7 @@ class RebuiltZ(torch.autograd.graph.saved_tensors_hooks):
     """While entered, operations that save z for their backward pass save how to make it instead.
 
     Args:
-        z: what a fused junction gave; any other tensor is saved as always.
+        z: what a fused junction gave; any other tensor is saved as always, and so is z once it is changed in place.
 
     >>> with RebuiltZ(torch.ones(2, requires_grad=True)) as nothing:
     ...     pass
@@ -25,11 +25,12 @@ class RebuiltZ(torch.autograd.graph.saved_tensors_hooks):
     def __init__(self, z: Tensor) -> None:
         node: Any = z.grad_fn
         recipe = Recipe(node) if getattr(node, "_forward_cls", None) is FusedJunction else None
-        address, size, dtype = z.data_ptr(), z.numel(), z.dtype
+        address, size, dtype, version = z.data_ptr(), z.numel(), z.dtype, z._version
 
         def pack(saved: Tensor) -> Any:
             is_z = saved.dtype == dtype and saved.data_ptr() == address and saved.numel() == size
-            if recipe is None or not is_z or not saved.is_contiguous():
+            unchanged = saved._version == version and saved.is_contiguous()
+            if recipe is None or not is_z or not unchanged:
                 return saved
             recipe.users += 1
             return recipe, saved.shape

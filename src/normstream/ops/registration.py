@@ -58,14 +58,14 @@ class FusedJunction(torch.autograd.Function):
         x_out, y_out, z, raw_x, stats = torch.ops.normstream.junction(
             rows, _rows(x), _rows(y), parameters, scale, read_scale, constants, code
         )
+        x_out, y_out, z = (_in_shape(t, shape) if t.ndim == 2 else None for t in (x_out, y_out, z))
         saved_x = raw_x if form.norm_x.kind else x_out
         saved_y = y_out if form.norm_y.kind else None
         saved_update = rows if form.norm_out.kind else None
         ctx.save_for_backward(saved_update, saved_x, saved_y, stats, scale, read_scale, *parameters)
         ctx.set_materialize_grads(False)
         ctx.constants, ctx.code, ctx.shape, ctx.update_dtype = constants, code, shape, update.dtype
-        there = (x_out, y_out if form.n_streams == 2 else None, z if form.has_z else None)
-        return tuple(_in_shape(t, shape) for t in there if t is not None)
+        return tuple(t for t in (x_out, y_out, z) if t is not None)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -80,7 +80,7 @@ class FusedJunction(torch.autograd.Function):
         dy_out = others.pop(0) if form.n_streams == 2 else None
         dz = others.pop() if form.has_z else None
         d_update, d_x, d_y, d_parameters = torch.ops.normstream.junction_backward(
-            *(dz, dx_out, dy_out, update, saved_x, saved_y, stats, parameters, scale, read_scale),
+            *(dz, dx_out, dy_out, update, _rows(saved_x), _rows(saved_y), stats, parameters, scale, read_scale),
             *(ctx.constants, ctx.code, update_dtype),
         )
         to_x = _in_shape(d_x, ctx.shape) if form.has_state else None
@@ -98,7 +98,9 @@ class FusedJunction(torch.autograd.Function):
     def rebuild(ctx: Any) -> Tensor:
         """z once more, (rows, dim), from what is kept for the backward pass."""
         _, saved_x, saved_y, stats, _, read_scale, *parameters = ctx.saved_tensors
-        return torch.ops.normstream.junction_z(saved_x, saved_y, stats, parameters, read_scale, ctx.constants, ctx.code)
+        return torch.ops.normstream.junction_z(
+            *(_rows(saved_x), _rows(saved_y), stats, parameters, read_scale, ctx.constants, ctx.code)
+        )
 
 
 def _rows(tensor: Tensor | None) -> Any:
@@ -107,7 +109,7 @@ def _rows(tensor: Tensor | None) -> Any:
 
 
 def _in_shape(rows: Tensor, shape: torch.Size) -> Tensor:
-    """(rows, dim) in another shape; no view, which could not be changed in place, since nobody has ``rows``."""
+    """(rows, dim) in another shape; no view, which could not be changed in place. Nobody uses ``rows`` afterwards."""
     return torch.ops.aten._unsafe_view(rows, shape)
 
 

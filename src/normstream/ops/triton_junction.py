@@ -14,12 +14,9 @@ import torch
 import triton
 from torch import Tensor
 
-from normstream.ops.form import DTYPES, Form, empty_gradients, empty_outputs
+from normstream.ops.form import DTYPES, MOST_COLUMNS_IN_TRITON, Form, empty_gradients, empty_outputs
 from normstream.ops.triton_backward import add_up, backward
 from normstream.ops.triton_forward import forward, rebuild
-
-MOST_COLUMNS = 16_384
-"""Wider rows do not fit into the registers of one program."""
 
 MOST_WARPS = 16
 """Of a program: then each thread may have 128 of a multiprocessor's 65536 registers, which is what wide rows need."""
@@ -45,8 +42,8 @@ def tile(dim: int) -> Tile:
     >>> tile(1000), tile(31)
     (Tile(rows=1, block=1024, warps=4), Tile(rows=16, block=32, warps=4))
     """
-    if dim > MOST_COLUMNS:
-        raise ValueError(f"Triton junctions have at most {MOST_COLUMNS} columns, got {dim}: the plain backend is used")
+    if dim > MOST_COLUMNS_IN_TRITON:
+        raise ValueError(f"Triton junctions have at most {MOST_COLUMNS_IN_TRITON} columns, got {dim}; take plain")
     block = triton.next_power_of_2(dim)
     return Tile(max(1, min(16, 1024 // block)), block, max(4, min(MOST_WARPS, block // 256)))
 

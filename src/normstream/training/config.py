@@ -58,7 +58,7 @@ class TrainConfig:
     compile: bool = False
     """Compile each layer with torch.compile."""
     junctions: Backend = "auto"
-    """How junctions run: fused where that can be (auto), in plain torch (plain), or in cpp or triton or not at all."""
+    """How junctions run: fused where that can be (auto), in plain torch (plain); cpp and triton raise if missing."""
     activation_checkpointing: Recomputation = "none"
     """What the backward pass recomputes instead of finding it kept: nothing, the sublayers' inputs (inputs), everything
     but matrix products and attention (selective), or whole layers (layer)."""

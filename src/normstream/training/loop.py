@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -371,11 +371,9 @@ class Trainer:
 
     def close(self) -> None:
         """Closes the metrics file, and ends the threads of the run."""
-        if self.metrics is not None:
-            self.metrics.close()
-        if self.batches is not None:
-            self.batches.close()
-        self.spinning.close()
+        with closing(self.spinning), closing(self.batches) if self.batches is not None else nullcontext():
+            if self.metrics is not None:
+                self.metrics.close()
 
 
 def _sizes(model: DecoderLM) -> tuple[int, int]:

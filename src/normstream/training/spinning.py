@@ -121,4 +121,8 @@ def spinning_threads(device: torch.device) -> int:
     """
     decided = os.environ.get("OMP_WAIT_POLICY") or os.environ.get("GOMP_SPINCOUNT")
     gnu = sys.platform == "linux" and torch.backends.openmp.is_available()
-    return torch.get_num_threads() if gnu and device.type == "cpu" and not decided else 1
+    threads = torch.get_num_threads()
+    if not gnu or device.type != "cpu" or decided:
+        return 1
+    with_idle_team = 2 * threads - 1  # both teams have the main thread's place once
+    return threads if with_idle_team > len(os.sched_getaffinity(0)) else 1

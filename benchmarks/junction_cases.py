@@ -98,7 +98,7 @@ def by_liger(gain: nn.Parameter, eps: float) -> Forward:
     Raises:
         ImportError: where Liger-Kernel or Triton is not installed.
     """
-    from liger_kernel.ops import LigerFusedAddRMSNormFunction
+    from liger_kernel.ops import LigerFusedAddRMSNormFunction  # pyright: ignore[reportMissingImports]
 
     def forward(state: State, update: Tensor) -> tuple[State, Tensor]:
         z, x = LigerFusedAddRMSNormFunction.apply(update, state[0], gain, eps)  # pyright: ignore[reportGeneralTypeIssues]

@@ -94,7 +94,7 @@ def x_transformers(shape: ModelShape, *, compiled: bool) -> Trainee:
     Raises:
         ImportError: where x-transformers is not installed.
     """
-    from x_transformers import AutoregressiveWrapper, Decoder, TransformerWrapper
+    from x_transformers import AutoregressiveWrapper, Decoder, TransformerWrapper  # pyright: ignore[reportMissingImports]
 
     layers = Decoder(
         dim=shape.dim,

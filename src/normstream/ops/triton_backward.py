@@ -51,6 +51,7 @@ def backward(
     N_PARAMETERS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    """The junction's backward pass over all rows; what a program sums for parameters is left in ``partials``."""
     columns = tl.arange(0, BLOCK)[None, :]
     g_out = parameter(out_gain, columns, OUT, DIM) if out_gain is not None else None
     g_x = parameter(x_gain, columns, X, DIM) if x_gain is not None else None

@@ -48,6 +48,7 @@ def forward(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """The junction's forward pass; arguments as for ``triton_junction.junction``, None for what a form lacks."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     columns = tl.arange(0, BLOCK)[None, :]
     inside = row < n_rows
@@ -124,6 +125,7 @@ def rebuild(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """z once more, from what the forward pass saved."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     columns = tl.arange(0, BLOCK)[None, :]
     inside = row < n_rows

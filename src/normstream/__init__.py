@@ -7,6 +7,8 @@
 torch.Size([1, 3, 8])
 """
 
+from typing import TYPE_CHECKING, Any
+
 from normstream import placements as placements
 from normstream.__about__ import __version__ as __version__
 from normstream.generation import generate as generate
@@ -18,3 +20,16 @@ from normstream.models import preset as preset
 from normstream.norms import LayerNorm as LayerNorm
 from normstream.norms import NormConfig as NormConfig
 from normstream.norms import RMSNorm as RMSNorm
+
+if TYPE_CHECKING:
+    from normstream import checkpoints as checkpoints
+    from normstream import inspect as inspect
+
+
+def __getattr__(name: str) -> Any:
+    """``normstream.inspect`` and ``normstream.checkpoints`` are imported when they are first used."""
+    if name in ("checkpoints", "inspect"):
+        import importlib
+
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -17,8 +17,12 @@ from tyro.conf import Positional, arg
 
 from normstream import machine, ops, placements
 from normstream.__about__ import __version__
+from normstream.checkpoints.convert_command import Convert
+from normstream.checkpoints.rescale_command import Rescale
+from normstream.checkpoints.surgery_commands import Denorm, Fold, Prune
 from normstream.data import load_data, load_tokenizer, load_whole
 from normstream.generation import generate
+from normstream.inspect.commands import Inspect
 from normstream.lab import CompareConfig, compare, markdown_table, read_summary, write_report
 from normstream.lab.live import RunState, display, say
 from normstream.lab.markdown import write_page
@@ -260,12 +264,16 @@ class Doctor:
         table = Table("", "", show_header=False, box=None)
         for key, value in (rows | levers(device)).items():
             table.add_row(key, escape(str(value)))
-        for extra, module in (("parquet", "pyarrow"), ("text", "pythonbible"), ("hf", "datasets")):
+        for extra, module in (("parquet", "pyarrow"), ("text", "pythonbible"), ("hf", "transformers")):
             table.add_row(escape(f"extra [{extra}]"), "installed" if installed(module) else "not installed")
         console.print(table)
 
 
-COMMANDS = (Train, Compare, Eval, Generate, Report, Theory, List, Doctor)
+COMMANDS = (
+    *(Train, Compare, Eval, Generate, Report, Theory),
+    *(Inspect, Rescale, Convert, Fold, Prune, Denorm),
+    *(List, Doctor),
+)
 
 
 def show_plan(config: TrainConfig) -> None:

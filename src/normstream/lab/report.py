@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from normstream.lab.conclusion import sentences
@@ -44,9 +44,12 @@ def render(summary: dict[str, Any]) -> str:
 
 
 def page(template: str) -> Template:
-    """A template of this folder with the lab's filters; it extends ``page.html.j2``, the look of every report."""
+    """A template of this folder, or of another by its path in the package, with the lab's filters.
+
+    It extends ``page.html.j2``, the look of every report.
+    """
     environment = Environment(
-        loader=PackageLoader("normstream.lab", "."),
+        loader=ChoiceLoader([PackageLoader("normstream.lab", "."), PackageLoader("normstream", ".")]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

@@ -10,6 +10,7 @@ family        placement                          source, huggingface/transformer
 llama         pre                                models/llama/modeling_llama.py
 qwen3         pre, QK-norm for each head         models/qwen3/modeling_qwen3.py
 deepseek_v3   pre, norms of the latent vectors   models/deepseek_v3/modeling_deepseek_v3.py, dense blocks only
+olmo          pre, norms without gains           models/olmo/modeling_olmo.py
 gpt2          gpt2                               models/gpt2/modeling_gpt2.py
 gemma2        gemma2                             models/gemma2/modeling_gemma2.py
 gemma3        gemma3, QK-norm for each head      models/gemma3/modeling_gemma3.py, the text model
@@ -44,9 +45,11 @@ FAMILIES: dict[str, DecoderConfig] = {
     "deepseek_v3": DecoderConfig(
         placement="pre",
         norm=RMS,
+        inner=Inner(eps=1e-6),  # a constant in their code, whatever the model's eps
         positions=PositionConfig(pairing="interleaved"),
         latent=LatentConfig(kv_rank=512, q_rank=1536, nope_head_dim=128, rope_head_dim=64, v_head_dim=128),
     ),
+    "olmo": DecoderConfig(placement="pre", norm=NormConfig(kind="layer", eps=1e-5, gain="none")),
     "gpt2": DecoderConfig(
         placement="gpt2",
         norm=LAYER,

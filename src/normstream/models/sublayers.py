@@ -33,7 +33,7 @@ def block_sublayers(config: DecoderConfig, layer: int) -> dict[str, nn.Module]:
 def attention(config: DecoderConfig, layer: int) -> Attention | LatentAttention:
     """The attention of block ``layer``, latent if the configuration gives it a rank."""
     inner: Any = config.inner_of(layer)  # its fields no longer say placement
-    latent = config.latent
+    latent, conventions = config.latent, _inner_conventions(config, inner)
     v_head_dim = latent.v_head_dim if latent.kv_rank else config.resolved_head_dim
     shared: dict[str, Any] = {
         "n_heads": config.n_heads,
@@ -43,19 +43,18 @@ def attention(config: DecoderConfig, layer: int) -> Attention | LatentAttention:
         "scale": config.query_scale,
         "cap": config.attention_cap,
         "linked_scores": inner.link == "scores",
-        "context_norm": inner_norm(inner.context, _inner_conventions(config, inner), config.n_heads * v_head_dim),
+        "context_norm": inner_norm(inner.context, conventions, config.n_heads * v_head_dim),
         "head_scale": inner.head_scale,
     }
     if latent.kv_rank:
-        q_norm = config.norm.build(latent.q_rank) if latent.q_rank else None
+        q_norm = conventions.build(latent.q_rank) if latent.q_rank else None
         return LatentAttention(
-            config.dim, sizes=latent, q_norm=q_norm, kv_norm=config.norm.build(latent.kv_rank), **shared
+            config.dim, sizes=latent, q_norm=q_norm, kv_norm=conventions.build(latent.kv_rank), **shared
         )
 
     def norm(kind: InnerNorm, n_heads: int, statistics: Statistics, gain: GainSharing) -> nn.Module | None:
         head_dim = config.resolved_head_dim
         unit = math.sqrt(head_dim * config.dim) if inner.scales == "ngpt" else 1.0
-        conventions = _inner_conventions(config, inner)
         return head_norm(kind, conventions, n_heads, head_dim, statistics=statistics, gain=gain, unit=unit)
 
     return Attention(

@@ -1,0 +1,235 @@
+"""The report and the tables of an inspection, on results that are written by hand."""
+
+import io
+import math
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from normstream.inspect.anatomy import Anatomy, Call, LayerSite, NormFacts, NormSite, StackAnatomy, Sublayer
+from normstream.inspect.findings import findings, headline
+from normstream.inspect.inspection import (
+    DropRow,
+    Growth,
+    HeadRow,
+    IdentityRow,
+    Inspection,
+    LayerRow,
+    LensRow,
+    MassiveActivation,
+    ModelFacts,
+    StreamRatio,
+    SublayerRow,
+)
+from normstream.inspect.report import render
+from normstream.inspect.tables import SHOWN_LAYERS, norm_rows, show, stream_rows
+from normstream.inspect.wiring import wirings
+
+LAYERS, DIM = 20, 8
+PICTURES = ["growth", "headroom", "direction", "importance", "gradients", "massive", "attention", "lens", "identity"]
+FACTS = NormFacts("norm", "rms", "one_plus_w", False, 1e-6, "after_gain", DIM, DIM)
+
+
+def norm(place, path, feeds=(), sublayers=(), layer=None, scope: Any = "stream"):
+    return NormSite(Call(path), place, feeds, sublayers, layer, scope, replace(FACTS, path=path))
+
+
+def sublayer(layer, kind, module, pre):
+    call = Call(f"layers.{layer}.{module}")
+    name = f"layers.{layer}.{kind}"
+    return Sublayer(name, kind, layer, call, call, 1.0, (pre,), pre, None, None, (), ())
+
+
+@pytest.fixture(scope="module")
+def anatomy():
+    """A Pre-Norm decoder with misleading names, and a norm on the queries in its first half."""
+    norms, layers = [], []
+    for i in range(LAYERS):
+        a, f = Call(f"layers.{i}.input_layernorm"), Call(f"layers.{i}.post_attention_layernorm")
+        pair = sublayer(i, "mixer", "self_attn", a), sublayer(i, "ffn", "mlp", f)
+        layers.append(LayerSite(i, Call(f"layers.{i}"), 1.0, pair))
+        norms.append(norm("pre", a.path, ("mixer",), (pair[0].name,), i))
+        if i < LAYERS // 2:
+            norms.append(norm("q", f"layers.{i}.self_attn.q_norm", ("mixer",), (pair[0].name,), i, "per_head"))
+        norms.append(norm("pre", f.path, ("ffn",), (pair[1].name,), i))
+    norms.append(norm("final", "norm"))
+    stack = StackAnatomy("main", tuple(layers), tuple(norms), (Call("embed_tokens"),), 1.0)
+    return Anatomy((stack,), Call("lm_head"), True, 1.0)
+
+
+def sublayer_row(layer, kind, stream="x"):
+    size = 1.0 + layer
+    return SublayerRow(
+        "main", stream, f"layers.{layer}.{kind}", layer, kind, size, 0.5, 10 * size, 5.0, 6550.4 / size,
+        0.001 * layer, -0.1, 0.2 / size,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def inspection(anatomy):
+    layers = range(LAYERS)
+    return Inspection(
+        normstream="0.1",
+        model=ModelFacts(
+            "org/Some-Model", "checkpoint", 1_234_567, LAYERS, DIM, "float32", "eager", 61, "<b>text", 1.5
+        ),
+        anatomy=anatomy,
+        placement={"main": "pre"},
+        loss=2.5,
+        sublayers=tuple(sublayer_row(i, kind) for i in layers for kind in ("mixer", "ffn")),
+        identity=tuple(IdentityRow("main", "x", i, 0.9 if i == 3 else 0.5, 1e-7) for i in layers),
+        growth=(
+            Growth("main", "x", "linear", (1.0, 1.0), {"linear": 0.01}, tuple(1.0 + i for i in range(LAYERS + 1))),
+        ),
+        massive=(MassiveActivation("main", "x", 4, 0, "<s>", 5, -2000.0, 4000.0),),
+        layers=tuple(LayerRow("main", i, 0.01 if i in (7, 9, 11) else 0.1, 1.0, 0.1, 0.3, 0.2) for i in layers),
+        heads=tuple(HeadRow("main", f"layers.{i}.mixer", i, (1.0, 30.0 + i)) for i in layers),
+        lens=tuple(LensRow("main", "x", i, 5.0 - 0.1 * i, 1.0, 0.5) for i in layers),
+        drops=tuple(DropRow("main", f"layers.{i}.{k}", i, k, -0.1) for i in layers for k in ("mixer", "ffn")),
+        wiring=wirings(anatomy),
+        notes=("one thing could not be measured: a & b",),
+    )
+
+
+class Page(HTMLParser):
+    """Collects start tags and checks that every element is closed."""
+
+    VOID = frozenset({"meta", "link", "br"})
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.open = [], []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def having(self, attribute):
+        return [value for _, attributes in self.tags if (value := attributes.get(attribute)) is not None]
+
+
+@pytest.fixture(scope="module")
+def html(inspection):
+    return render(inspection)
+
+
+def test_report_needs_nothing_from_outside(html):
+    page = Page(html)
+    assert not page.open
+    assert "://" not in html.replace("http://www.w3.org/2000/svg", "")
+    assert not re.findall(r"url\((?!#)", html)
+    assert not {tag for tag, _ in page.tags} & {"script", "iframe", "img", "object", "embed"}
+    assert all(href.startswith(("#", "data:")) for href in page.having("href"))
+    ids = page.having("id")
+    assert len(ids) == len(set(ids))
+    assert set(re.findall(r'(?:href="|url\()#([\w-]+)', html)) <= set(ids)
+
+
+def test_report_has_every_picture_and_the_wiring(html):
+    page = Page(html)
+    assert [i for i in page.having("id") if i in PICTURES] == PICTURES
+    labels = [attributes["aria-label"] for tag, attributes in page.tags if tag == "svg" and "role" in attributes]
+    assert all(labels)
+    assert any(label.startswith("Wiring of main. Layers 0 to 9:") for label in labels)
+    assert any("rows influence, loss without the layer" in label for label in labels)
+
+
+def test_report_escapes_what_it_was_given(html):
+    assert "<b>text" not in html
+    assert "&lt;b&gt;text" in html
+    assert "a &amp; b" in html
+    assert "&lt;s&gt;" in html
+
+
+def test_report_is_the_same_for_the_same_inspection(html, inspection):
+    assert render(inspection) == html
+
+
+def test_report_of_two_streams(inspection):
+    rows = tuple(sublayer_row(i, kind, s) for i in range(LAYERS) for kind in ("mixer", "ffn") for s in "xy")
+    two = replace(inspection, sublayers=rows, ratios=tuple(StreamRatio("main", i, 2.0) for i in range(LAYERS)))
+    text = render(two)
+    assert 'id="ratio"' in text
+    assert "<h3>stream y</h3>" in text
+
+
+def test_report_of_what_could_not_be_measured(inspection):
+    facts = inspection.model
+    bare = Inspection("0.1", replace(facts, n_layers=0), None, {"main": "unknown"}, None, notes=("nothing was found",))
+    text = render(bare)
+    assert "nothing was found" in text
+    assert "No diagram of this model can be drawn" in text
+    assert not [i for i in Page(text).having("id") if i in PICTURES]
+
+
+def test_report_of_a_stream_that_overflows(inspection):
+    rows = tuple(
+        replace(row, rms=math.inf, max_abs=math.inf, headroom_fp16=0.0, cosine=math.nan) for row in inspection.sublayers
+    )
+    text = render(replace(inspection, sublayers=rows, growth=()))
+    assert 'class="bad">0<' in text
+    assert any("above fp16's 65,504" in sentence for sentence in findings(replace(inspection, sublayers=rows)))
+
+
+def test_norms_are_gathered_by_role(inspection):
+    rows = {row.path: row for row in norm_rows(inspection)}
+    assert list(rows) == [
+        "layers.*.input_layernorm",
+        "layers.*.self_attn.q_norm",
+        "layers.*.post_attention_layernorm",
+        "norm",
+    ]
+    feed_forward = rows["layers.*.post_attention_layernorm"]
+    assert (feed_forward.place, feed_forward.meaning, feed_forward.count) == ("pre", "before the feed-forward", LAYERS)
+    assert (feed_forward.kind, feed_forward.gain, feed_forward.eps) == ("RMS", "1 + w", "1e-6")
+    assert rows["layers.*.self_attn.q_norm"].layers == tuple(range(LAYERS // 2))
+    assert rows["layers.*.self_attn.q_norm"].over == "each head 8"
+
+
+def test_stream_rows_put_a_layers_sublayers_together(inspection):
+    row = stream_rows(inspection)[3]
+    assert (row.layer, row.rms, row.max_abs) == (3, 4.0, 40.0)
+    assert row.update_share == {"mixer": 0.125, "ffn": 0.125}
+    assert (row.influence, row.loss_increase) == (0.1, 0.2)
+
+
+def test_findings_name_the_worst_and_the_least(inspection):
+    text = " ".join(findings(inspection))
+    assert "wrong by up to 90 % (layer 3)" in text
+    assert "from 1 to 21 over 20 layers; its growth is linear, 1 + 1 l (error 1 %)" in text
+    assert "The largest entry of the stream is 200, behind layers.19.mixer: 328 times below fp16's 65,504." in text
+    assert "the largest is -2000, 4000 times the median, in layer 4, token 0 ('<s>'), channel 5" in text
+    assert "Layers 7, 9 and 11 have the least influence: the stream turns by 1.8, 1.8 and 1.8 degrees" in text
+    assert "The largest attention logit is 49, in head 1 of layers.19.mixer." in text
+    assert headline(inspection) == "Some-Model: pre; 20 layers of width 8"
+
+
+def test_findings_on_what_is_as_it_seems(inspection):
+    plain = replace(inspection, identity=(IdentityRow("main", "x", 0, 1e-7, 1e-7),), massive=())
+    text = " ".join(findings(plain))
+    assert "return is what is added to the stream" in text
+    assert "No massive activations" in text
+
+
+def test_terminal_shows_some_of_many_layers(inspection):
+    console = Console(file=io.StringIO(), width=120)
+    show(inspection, console, None)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert f"{SHOWN_LAYERS} of {LAYERS} layers" in text
+    assert re.search(r"^ +0 +1 +10 +6550 +50 % +50 %", text, re.M)
+    assert re.search(r"^ +19 +20 +200 ", text, re.M)
+    assert "layers.*.self_attn.q_norm  (layers 0 to 9)" in text
+    assert "note: one thing could not be measured: a & b" in text

@@ -255,11 +255,20 @@ def test_a_release_has_the_gains_of_its_code():
 def test_values_can_contradict_the_convention_but_not_choose_it(gain: Gain, value: float):
     roles = [Role("attention_pre_norm", layer) for layer in range(3)]
     gains: dict[Role, Gain] = dict.fromkeys(roles, gain)
-    with pytest.raises(ValueError, match="3 of 3 norms have means near"):
+    with pytest.raises(ValueError, match="the values of 3 of 3 norms look as if"):
         check_gains(dict.fromkeys(roles, torch.full((4,), value)), gains)
     mixed = dict(zip(roles, (torch.full((4,), v) for v in (value, value, 1 - value)), strict=True))
-    check_gains(mixed, gains)  # one agrees: trained gains wander
+    with pytest.raises(ValueError, match="the values of 2 of 3 norms look as if"):
+        check_gains(mixed, gains)
+    fewer = dict(zip(roles, (torch.full((4,), v) for v in (value, 1 - value, 1 - value)), strict=True))
+    check_gains(fewer, gains)  # trained gains wander
     check_gains(dict.fromkeys(roles, torch.full((4,), 7.0)), gains)  # says nothing
+
+
+def test_small_trained_gains_are_no_offsets():
+    """The first norms of trained Llamas have gains around 0.1, hardly one of them negative."""
+    roles = [Role("attention_pre_norm", layer) for layer in range(3)]
+    check_gains(dict.fromkeys(roles, torch.linspace(0.02, 0.2, 8)), dict.fromkeys(roles, "plain"))
 
 
 def test_queries_keys_and_values_are_split_by_logical_head():

@@ -276,3 +276,17 @@ def test_tokenizer_that_is_too_large(data: Data) -> None:
 def test_divergence_is_an_error(gpt2: nn.Module, data: Data) -> None:
     with pytest.raises(ValueError, match=r"the loss is (nan|inf) at update \d+; lower lr"):
         denorm(gpt2, data, replace(QUICK, lr=1e30, clip=1e30))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("eval_batches", -1, "eval_batches must be at least 1, got -1"),
+        ("rest", 0, "rest must be at least 1, got 0"),
+        ("clip", -1.0, "clip must be a positive finite number, got -1.0"),
+        ("lr", float("nan"), "lr must be a positive finite number, got nan"),
+    ],
+)
+def test_numbers_that_make_no_sense(name: str, value: float, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DenormConfig(**{name: value})

@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.rescale import PEAK, TEN, K, Row, as_drawn, measure, pushed
+from benchmarks.rescale import PEAK, TEN, K, Row, measure, pushed
+from benchmarks.tiny_models import tiny_model
 from tests.checkpoints.by_hand import TOKENS, Toy
 
 from normstream.checkpoints.rescale import rescale
 from normstream.checkpoints.rescale_plan import Planner
+from normstream.inspect.inputs import make_inputs
 from normstream.inspect.probe import anatomy_of
 from normstream.norms import RMSNorm
 
@@ -17,7 +19,12 @@ ZERO_CENTRED = ("gemma2", "gemma3_text")
 READS_RAW_STREAM = "olmo2"
 
 
-probed = cache(as_drawn)
+@cache
+def probed(family: str) -> tuple[Any, dict[str, Any], Any]:
+    """A tiny model as it is drawn, its inputs and its anatomy."""
+    model = tiny_model(family)
+    inputs = make_inputs(model, n_tokens=13)
+    return model, inputs, anatomy_of(model, inputs)
 
 
 # The ten families, each with a stream that reaches 2.5e5
@@ -57,24 +64,30 @@ def test_fp16_becomes_finite_unless_a_gate_reads_the_raw_stream(row: Row) -> Non
         assert not any("up_proj" in where or "v_proj" in where for where in row.still_too_large)  # these are split
     else:
         assert row.is_finite_fp16_after
+    if row.family not in (READS_RAW_STREAM, *ZERO_CENTRED):
         assert row.error_fp16_after is not None
         assert row.error_bf16_before is not None
         assert row.error_fp16_after < 1e-2
         assert row.error_fp16_after < row.error_bf16_before
 
 
-@pytest.mark.parametrize("family", ZERO_CENTRED)
-def test_zero_centred_gains_lose_what_the_reference_says(family: str) -> None:
+def test_zero_centred_gains_lose_what_the_reference_says(row: Row) -> None:
     """Reference: 2.6e-6 and 1.8e-6 in fp32; 2 percent in fp16, 2e-3 with those gains in fp32."""
+    if row.family not in ZERO_CENTRED:
+        assert row.error_fp16_fp32_gains is None
+        return
+    assert 1e-6 < row.error_fp64 < 1e-5
+    assert not row.is_bit_equal_fp32
+    assert row.error_fp16_after is not None
+    assert row.error_fp16_fp32_gains is not None
+    assert 1e-2 < row.error_fp16_after < 5e-2
+    assert row.error_fp16_fp32_gains < 4e-3
+
+
+@pytest.mark.parametrize("family", ZERO_CENTRED)
+def test_zero_centred_gains_are_rounded_to_what_is_near_one(family: str) -> None:
     model, inputs, anatomy = probed(family)
     report = rescale(model, inputs, k=K, anatomy=anatomy).report
-    assert 1e-7 < report.error_fp64 < 1e-5
-    assert not report.is_bit_equal_fp32
-    assert report.fp16_after.error is not None
-    assert report.fp16_fp32_gains is not None
-    assert report.fp16_fp32_gains.error is not None
-    assert 5e-3 < report.fp16_after.error < 5e-2
-    assert report.fp16_fp32_gains.error < 4e-3
     # w near -1 has a spacing of 2^-24, half of which is lost, in a gain of at least (1 - 0.3) / 64.
     assert 0 < report.zero_centred_error < 2**-25 * 64 / 0.7
     assert report.n_zero_centred == 9 * 32 if family == "gemma2" else 8 * 32

@@ -126,5 +126,5 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_command_takes_one_text() -> None:
-    with pytest.raises(ValueError, match="not both"):
+    with pytest.raises(ValueError, match="both given"):
         Rescale("model", text="a", text_file=Path("b"))()

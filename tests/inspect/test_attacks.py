@@ -10,7 +10,7 @@ from benchmarks.tiny_models import tiny_config
 from torch import Tensor, nn
 
 from normstream.cli import main
-from normstream.inspect import anatomy_of, inspect_model, make_inputs, trace
+from normstream.inspect import anatomy_of, make_inputs, trace
 from normstream.inspect.attention_logits import attention_maxima
 from normstream.inspect.drop import layer_drops, sublayer_drops
 from normstream.inspect.gradients import gradient_norms
@@ -170,11 +170,6 @@ def test_a_model_without_layers_is_not_traced() -> None:
     assert wirings(anatomy) == ()
     with pytest.raises(ValueError, match="no layers that were found"):
         trace(model, make_inputs(model), anatomy)
-
-
-def test_inspect_model_wants_a_loaded_model() -> None:
-    with pytest.raises(ValueError, match="expected what load_source returns, got a Model"):
-        inspect_model(Model([]))
 
 
 # The command

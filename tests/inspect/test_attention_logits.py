@@ -151,7 +151,7 @@ def test_what_cannot_be_seen_gives_a_note(shift: bool, softmax: bool, reason: st
         def forward(self, x: Tensor) -> Tensor:
             return x + self.attention(x)
 
-    model = nn.Sequential(Layer())
+    model = nn.Sequential(Layer()).eval()
     site = LayerSite(0, Call("0"), 1.0, (sublayer(Call("0"), 0, "mixer", "attention", "attention", "attention"),))
     anatomy = Anatomy((StackAnatomy("main", (site,), (), (), 1.0),), None, False, None)
     rows, notes = attention_maxima(model, {"input": torch.randn(1, 5, 4)}, anatomy)

@@ -44,7 +44,7 @@ def linear_anatomy(skip: float) -> Anatomy:
 
 @pytest.mark.parametrize("skip", [1.0, 2.5])
 def test_the_distance_of_a_linear_layer_is_the_norm_of_its_matrix(skip: float) -> None:
-    model, x = Linears(skip), torch.randn(1, 5, 16)
+    model, x = Linears(skip).eval(), torch.randn(1, 5, 16)
     exact, notes = jacobian_distances(model, {"x": x}, linear_anatomy(skip), probes=80)
     estimated, _ = jacobian_distances(model, {"x": x}, linear_anatomy(skip), probes=8)
     for index, layer in enumerate(model.layers):
@@ -101,6 +101,6 @@ def test_a_layer_that_changes_the_shape_is_named_in_a_note() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.layers[1](self.layers[0](x))
 
-    found, notes = jacobian_distances(Halving(), {"x": torch.randn(1, 3, 8)}, linear_anatomy(1.0))
+    found, notes = jacobian_distances(Halving().eval(), {"x": torch.randn(1, 3, 8)}, linear_anatomy(1.0))
     assert list(found) == [("main", 0)]
     assert "layers.1" in notes[0]

@@ -120,7 +120,7 @@ def _check_eps(file: Path, raw: Mapping[str, Any], default: Any, notes: list[str
     values = default.to_dict()
     taken = {key: value for key, value in values.items() if re.fullmatch(EPS_KEY, key) and isinstance(value, float)}
     aliases = {name: alias for alias, name in type(default).attribute_map.items()}
-    given = {key: raw[name] for key in taken for name in (key, aliases.get(key)) if name in raw}
+    given = {key: raw[name] for key in taken for name in (key, aliases.get(key, key)) if name in raw}
     for key, value in given.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
             raise ValueError(f"{file}: {where}{key} must be a number of at least 0, got {value!r}")

@@ -63,7 +63,7 @@ class DenormConfig:
     first_gap: int = 100
     """Updates from there to the removal of the first position's own statistic."""
     rest: int = 140
-    """Updates after the last removal."""
+    """Updates after the last removal, at least 1."""
     lr: float = 6e-4
     """Peak learning rate."""
     warmup: int = 100
@@ -84,9 +84,14 @@ class DenormConfig:
     """Of the order of the text."""
 
     def __post_init__(self) -> None:
-        gaps = ("start", "ffn_gap", "qk_gap", "v_gap", "special_gap", "first_gap", "rest")
-        if wrong := [name for name in gaps if getattr(self, name) < 0]:
-            raise ValueError(f"{wrong[0]} must be at least 0, got {getattr(self, wrong[0])}")
+        gaps = ("start", "ffn_gap", "qk_gap", "v_gap", "special_gap", "first_gap", "warmup", "weight_decay")
+        counts = ("rest", "decay_steps", "batch_size", "eval_batches")
+        for names, least in ((gaps, 0), (counts, 1)):
+            if wrong := [name for name in names if not getattr(self, name) >= least]:
+                raise ValueError(f"{wrong[0]} must be at least {least}, got {getattr(self, wrong[0])}")
+        for name in ("lr", "clip"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be a positive finite number, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True)
@@ -161,6 +166,8 @@ def denorm(
     original = copy.deepcopy(model).float().eval()  # evaluation mode: the paper has no dropout either
     inputs = make_inputs(original, seed=config.seed)
     anatomy = anatomy_of(original, inputs, config.seed)
+    if not anatomy.norms:
+        raise ValueError("the model has no norms: there is nothing to remove, or they were removed already")
     tuned = copy.deepcopy(original)
     with FixableNorms(tuned, inputs, anatomy) as norms:
         keys = _eps_keys(tuned, inputs, norms)

@@ -102,6 +102,8 @@ def fold(
         before = answer(exact, widened(inputs))
         folded, refused = _fold_all(exact, widened(inputs), anatomy, before)
         exact_error = difference(answer(exact, widened(inputs)), before)
+    if not folded and not refused:
+        raise ValueError("the model has no norm with a gain or a bias: there is nothing to fold")
     if not folded:
         reasons = "; ".join(f"{path}: {reason}" for path, reason in _first_of_each(refused).items())
         raise ValueError(f"no norm of this model can be folded into the matrices behind it: {reasons}")

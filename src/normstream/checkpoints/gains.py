@@ -17,6 +17,8 @@ from normstream.norms import Gain
 
 NEAR = 0.2
 """How close to 0 or to 1 the mean of a norm's weights must be to say anything."""
+NEGATIVE = 0.1
+"""Share of a norm's weights that are not positive, above which they may be offsets from 1."""
 
 
 def with_gain(weight: Tensor, stored: Gain, wanted: Gain) -> Tensor:
@@ -48,25 +50,44 @@ def rounding(weight: Tensor, stored: Gain, wanted: Gain) -> float:
 def check_gains(weights: Mapping[Role, Tensor], gains: Mapping[Role, Gain]) -> None:
     """Compares the values of gains with the convention that a format has.
 
-    Means near 0 speak for ``zero_centered``, means near 1 for ``plain``, others for nothing. Values never decide: they
-    raise ValueError if most norms say the opposite and none agrees.
+    Values never decide: they raise ValueError if most norms say the opposite.
 
     >>> role = Role("final_norm")
     >>> check_gains({role: torch.ones(4)}, {role: "zero_centered"})
     Traceback (most recent call last):
-    ValueError: the format stores gains as w of 1 + w (zero_centered), but 1 of 1 norms have means near 1 and none near
-    0, as if w were the gain itself (plain); say which it is with --stored-gain plain or --stored-gain zero_centered
+    ValueError: the format stores gains as w of 1 + w (zero_centered), but the values of 1 of 1 norms look as if w were
+    the gain itself (plain); say which it is with --stored-gain plain or --stored-gain zero_centered
     """
-    for gain, own, other in (("plain", 1, 0), ("zero_centered", 0, 1)):
-        means = [weights[role].double().mean().item() for role in weights if gains[role] == gain]
-        agree, contradict = (sum(abs(mean - place) < NEAR for mean in means) for place in (own, other))
-        if not agree and 2 * contradict > len(means):
-            stored, seen = _WORDS[gain], _WORDS["plain" if gain == "zero_centered" else "zero_centered"]
+    for gain, looks_other, other in (
+        ("plain", looks_zero_centered, "zero_centered"),
+        ("zero_centered", looks_plain, "plain"),
+    ):
+        chosen = [weights[role] for role in weights if gains[role] == gain]
+        contradict = sum(looks_other(weight) for weight in chosen)
+        if 2 * contradict > len(chosen):
             raise ValueError(
-                f"the format stores gains as {stored}, but {contradict} of {len(means)} norms have means near {other} "
-                f"and none near {own}, as if {seen}; say which it is with --stored-gain plain or "
-                "--stored-gain zero_centered"
+                f"the format stores gains as {_WORDS[gain]}, but the values of {contradict} of {len(chosen)} norms "
+                f"look as if {_WORDS[other]}; say which it is with --stored-gain plain or --stored-gain zero_centered"
             )
+
+
+def looks_plain(weight: Tensor) -> bool:
+    """Whether the values are around 1, as gains are at their start.
+
+    >>> looks_plain(torch.tensor([0.9, 1.1])), looks_plain(torch.tensor([0.1, 0.2]))
+    (True, False)
+    """
+    return abs(weight.double().mean().item() - 1) < NEAR
+
+
+def looks_zero_centered(weight: Tensor) -> bool:
+    """Whether the values are on both sides of 0. Trained gains can be small too, but hardly any is negative.
+
+    >>> looks_zero_centered(torch.tensor([-0.1, 0.1])), looks_zero_centered(torch.tensor([0.1, 0.2]))
+    (True, False)
+    """
+    is_near = abs(weight.double().mean().item()) < NEAR
+    return is_near and (weight <= 0).double().mean().item() > NEGATIVE
 
 
 _WORDS = {"plain": "w were the gain itself (plain)", "zero_centered": "w of 1 + w (zero_centered)"}

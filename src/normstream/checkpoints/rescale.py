@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from normstream.__about__ import __version__
 from normstream.checkpoints import rescale_check as check
 from normstream.checkpoints.feeders import near, present
+from normstream.checkpoints.fill import not_finite
 from normstream.checkpoints.precise import answer, difference, exact_answer
 from normstream.checkpoints.rebuild import config_numbers, eps_attributes, eps_of_config, is_same, rebuild, separate
 from normstream.checkpoints.rescale_changes import EpsChange, Plan, Scaling
@@ -75,15 +76,20 @@ def rescale(
         source: name of the model, for the report.
 
     Raises:
-        ValueError: if the model was rescaled before or is quantised; if its stream is small enough; if the function
-            cannot be kept, saying why.
+        ValueError: for a k, head-room or tolerance that makes no sense, or a k so large that eps would vanish; if the
+            model was rescaled before, is quantised or has weights that are not finite; if its stream is small enough;
+            if the function cannot be kept, saying why.
     """
+    check_numbers(k, headroom, tolerance)
     refuse(model)
     inputs = make_inputs(model) if inputs is None else inputs
     anatomy = anatomy_of(model, inputs) if anatomy is None else anatomy
+    if not any(stack.layers for stack in anatomy.stacks):
+        raise ValueError("no residual stream was found in this model (normstream inspect says why); it is not rescaled")
     before = check.stream_peaks(model, inputs, anatomy)
     k = choose_power(max(before.values()), headroom) if k is None else k
     plan = make_plan(model, inputs, anatomy, k, per_norm_eps=per_norm_eps)
+    _check_eps(plan)
     new = apply(model, plan)
     splits = split_branches(new, inputs, anatomy, headroom, per_norm_eps=per_norm_eps)
     if any(split.scalings for split in splits):
@@ -97,6 +103,24 @@ def rescale(
     return Rescaled(new, plan, report)
 
 
+def check_numbers(k: int | None, headroom: float, tolerance: float) -> None:
+    """Raises ValueError for numbers that ask for nothing that could be done."""
+    if k is not None and k < 1:
+        raise ValueError(f"k must be at least 1, got {k}: the stream is divided by 2^k")
+    if not 0 < headroom < math.inf:
+        raise ValueError(f"headroom must be a positive finite number, got {headroom}")
+    if not 0 <= tolerance < 1:
+        raise ValueError(f"tolerance must be at least 0 and below 1, got {tolerance}")
+
+
+def _check_eps(plan: Plan) -> None:
+    """Raises ValueError if an eps becomes smaller than float32's smallest normal number."""
+    smallest = min((change.before for change in plan.eps if change.before), default=1.0)
+    most = math.floor(math.log(smallest / torch.finfo(torch.float32).tiny, 4))
+    if plan.k > most:
+        raise ValueError(f"k = {plan.k} is too large: eps {smallest:.3g} / 4^k would vanish in float32; at most {most}")
+
+
 def refuse(model: nn.Module) -> None:
     """Raises ValueError for a model that was rescaled before, or whose weights are quantised."""
     mark = getattr(_owner_of_mark(model), MARK, None)
@@ -104,6 +128,8 @@ def refuse(model: nn.Module) -> None:
         raise ValueError(f"this model was rescaled by 2^{mark['k']} already; rescale the original, with a larger k")
     if getattr(getattr(model, "config", None), "quantization_config", None) is not None:
         raise ValueError("the weights are quantised: their scales would have to be rescaled; give the original weights")
+    if broken := not_finite(dict(model.named_parameters())):
+        raise ValueError(f"{broken[0]} holds NaN or infinity; expected a model whose weights are finite numbers")
     for name, parameter in model.named_parameters():
         if not parameter.is_floating_point() or parameter.element_size() < 2:
             raise ValueError(f"{name} is quantised ({parameter.dtype}); give the original weights")

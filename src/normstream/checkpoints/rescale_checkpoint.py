@@ -1,8 +1,6 @@
 """Rescaling a checkpoint: from a source to a new folder that plain transformers loads, with the mark and the report."""
 
 import copy
-import math
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,11 +9,11 @@ import torch
 from torch import nn
 
 from normstream.checkpoints.precise import answer, difference
-from normstream.checkpoints.rescale import HEADROOM, MARK, TOLERANCE, Rescaled, rescale
+from normstream.checkpoints.rescale import HEADROOM, MARK, TOLERANCE, Rescaled, check_numbers, rescale
 from normstream.checkpoints.rescale_report import RescaleReport
-from normstream.checkpoints.save import save_model, stored_dtype
+from normstream.checkpoints.save import stored_dtype, write_model
 from normstream.checkpoints.source import Attention, LoadedModel, load_source, quiet_transformers
-from normstream.checkpoints.tensors import read_metadata, refuse_existing, weight_files
+from normstream.checkpoints.tensors import new_folder, read_metadata, refuse_existing, weight_files
 from normstream.inspect.inputs import make_inputs
 from normstream.training.files import read_json, write_json
 
@@ -58,6 +56,7 @@ def rescale_checkpoint(
         ValueError: if ``out`` exists; if the model was rescaled before, is quantised or is normstream's own; if its
             stream is small enough; if its function cannot be kept, or not by a config, saying why.
     """
+    check_numbers(k, headroom, tolerance)
     if out is not None:
         refuse_existing(out)
     loaded = load_source(source, torch.float32, attention, seed, trust_remote_code, model_type)
@@ -70,20 +69,21 @@ def rescale_checkpoint(
         result = rescale(loaded.model, inputs, k=k, headroom=headroom, tolerance=tolerance, source=str(source))
         report = replace(result.report, notes=(*result.report.notes, *loaded.notes))
         if out is not None:
-            save(result, loaded, out)
-            write_json(out / REPORT_FILE, report.to_json())
-            _check_saved(result, inputs, out, tolerance)
+            with new_folder(out) as folder:
+                write(result, loaded, folder)
+                write_json(folder / REPORT_FILE, report.to_json())
+                _check_written(result, inputs, folder, tolerance)
     return report
 
 
-def save(result: Rescaled, loaded: LoadedModel, out: Path) -> None:
-    """Writes a rescaled model; ``loaded`` says where it came from."""
+def write(result: Rescaled, loaded: LoadedModel, folder: Path) -> None:
+    """Writes a rescaled model into an empty folder; ``loaded`` says where it came from."""
     dtype = torch.float32 if loaded.folder is None else stored_dtype(loaded.folder)
     model: Any = copy.deepcopy(result.model)
     is_mixed = _store_in(model, dtype)
-    save_model(replace(loaded, model=model), out, {MARK: str(result.plan.k)})
+    write_model(replace(loaded, model=model), folder, {MARK: str(result.plan.k)})
     if is_mixed:
-        write_json(out / "config.json", read_json(out / "config.json") | {"dtype": "float32"})
+        write_json(folder / "config.json", read_json(folder / "config.json") | {"dtype": "float32"})
 
 
 def _store_in(model: nn.Module, dtype: torch.dtype) -> bool:
@@ -98,19 +98,14 @@ def _store_in(model: nn.Module, dtype: torch.dtype) -> bool:
     return is_mixed
 
 
-def _check_saved(result: Rescaled, inputs: dict[str, Any], out: Path, tolerance: float) -> None:
-    """Loads a folder as anybody would and compares; what does not compute the same is removed again."""
+def _check_written(result: Rescaled, inputs: dict[str, Any], folder: Path, tolerance: float) -> None:
+    """Loads a folder as anybody would; ValueError unless it computes the same."""
     kind: Any = type(result.model)
     attention = result.model.config._attn_implementation  # type: ignore[union-attr]
-    try:
-        saved = kind.from_pretrained(out, dtype=torch.float32, attn_implementation=attention).eval()
-        found = difference(answer(saved, inputs), answer(result.model, inputs))
-    except Exception:
-        shutil.rmtree(out)
-        raise
-    if not found <= tolerance or not math.isfinite(found):
-        shutil.rmtree(out)
+    written = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention).eval()
+    found = difference(answer(written, inputs), answer(result.model, inputs))
+    if not found <= tolerance:
         raise ValueError(
             f"transformers loads the written model as another function (logits differ by {found:.1e} of the largest): "
-            f"{kind.__name__} does not save and load all that it computes with; nothing was kept in {out}"
+            f"{kind.__name__} does not save and load all that it computes with; nothing was kept"
         )

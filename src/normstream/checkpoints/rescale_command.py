@@ -12,6 +12,8 @@ from normstream.checkpoints.rescale import HEADROOM, TOLERANCE
 from normstream.checkpoints.rescale_checkpoint import rescale_checkpoint
 from normstream.checkpoints.rescale_report import tables
 from normstream.checkpoints.source import Attention
+from normstream.inspect.findings import short_name
+from normstream.inspect.text_option import given_text
 from normstream.lab.live import say
 
 
@@ -50,15 +52,12 @@ class Rescale:
     json: Annotated[bool, arg(help="Print the report as JSON and nothing else.")] = False
 
     def __call__(self) -> None:
-        if self.text is not None and self.text_file is not None:
-            raise ValueError("give --text or --text-file, not both")
-        text = self.text if self.text_file is None else self.text_file.read_text(encoding="utf-8")
         report = rescale_checkpoint(
             self.model,
             self.folder,
             k=self.k,
             headroom=self.headroom,
-            text=text,
+            text=given_text(self.text, self.text_file),
             n_tokens=self.tokens,
             tolerance=self.tolerance,
             attention=self.attention,
@@ -79,4 +78,4 @@ class Rescale:
         """Where the model is written; None for a dry run."""
         if self.dry_run:
             return None
-        return self.out or Path("runs") / f"rescaled-{Path(self.model).stem}"
+        return self.out or Path("runs") / f"rescaled-{short_name(self.model)}"

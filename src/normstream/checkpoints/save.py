@@ -25,17 +25,32 @@ def save_model(
     metadata: Mapping[str, str] | None = None,
     max_shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Writes a model of transformers with its config, tokenizer and generation settings; the folder appears whole.
+    """Writes a new folder ``out``, which appears whole or not at all; see ``write_model``.
+
+    Raises:
+        ValueError: if ``out`` exists; and what ``write_model`` raises.
+    """
+    with new_folder(out) as folder:
+        write_model(loaded, folder, metadata, max_shard_bytes)
+
+
+def write_model(
+    loaded: LoadedModel,
+    folder: Path,
+    metadata: Mapping[str, str] | None = None,
+    max_shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Writes a model of transformers with its config, tokenizer and generation settings into an empty folder.
 
     Tensors have the names and layouts of the family's files (single experts, say), each tied one once.
 
     Raises:
-        ValueError: if ``out`` exists, or for a model of normstream, which has checkpoints of its own.
+        ValueError: for a model of normstream, which has checkpoints of its own.
     """
     if loaded.is_ours:
         raise ValueError(f"{loaded.source} is a run of normstream; this works on models of transformers")
     model: Any = loaded.model
-    with quiet_transformers(), new_folder(out) as folder:
+    with quiet_transformers():
         model.config.architectures = [type(model).__name__]
         model.config.dtype = str(model.dtype).removeprefix("torch.")
         model.config.save_pretrained(folder)

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -154,7 +155,7 @@ def write_tensors(
     for name, shard in zip(names, shards, strict=True):
         (folder / name).touch()
         mode = (folder / name).stat().st_mode
-        save_file(_separate(shard), folder / name, {"format": "pt", **(metadata or {})})
+        _save_file(_separate(shard), folder / name, {"format": "pt", **(metadata or {})})
         (folder / name).chmod(mode)  # safetensors makes files that only their owner can read
         sync(folder / name)
     if count > 1:
@@ -280,6 +281,13 @@ def _load_bin(path: Path) -> dict[str, Tensor]:
     if not named or not all(isinstance(value, Tensor) for value in tensors.values()):
         raise ValueError(f"{path} is no state dict: expected tensors by name and nothing else")
     return dict(tensors)
+
+
+def _save_file(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+    try:
+        save_file(tensors, path, metadata)
+    except SafetensorError as error:  # what it makes of the system's errors
+        raise OSError(f"cannot write {path}: {error}; make room there, or make it writable, and try again") from error
 
 
 def _split(tensors: Mapping[str, Tensor], max_bytes: int) -> list[dict[str, Tensor]]:

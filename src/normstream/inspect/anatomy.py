@@ -1,7 +1,7 @@
 """What a probe finds out about a model's wiring: stacks of layers, their sublayers, and every norm's place.
 
-Everything is named by *calls*: ``Call("layers.0.norm", 1)`` is the second time that the module ``layers.0.norm`` runs in
-one forward pass. Layers that are shared or looped have several calls of the same modules.
+Everything is named by *calls*: ``Call("layers.0.norm", 1)`` is the second time that ``layers.0.norm`` runs in one
+forward pass. Layers that are shared or looped have several calls of the same modules.
 """
 
 from dataclasses import dataclass, field
@@ -66,7 +66,7 @@ class NormSite:
     call: Call
     place: Place
     feeds: tuple[SublayerKind, ...]
-    """Kinds of the sublayers that its output reaches first (pre, q, k, ...), or that it stands behind (output, trunk)."""
+    """Kinds of the sublayers that its output reaches first (pre, q, k, ...) or that it is behind (output, trunk)."""
     sublayers: tuple[str, ...]
     """Names of those sublayers (``Sublayer.name``)."""
     layer: int | None

@@ -4,14 +4,15 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from normstream.inspect.inspection import Growth, Inspection, LayerRow
+from normstream.inspect.inspection import Growth, IdentityRow, Inspection, LayerRow
 from normstream.inspect.wiring import ranges
 from normstream.lab.style import join_words, short
 
 FP16_MAX = 65504
 EXACT = 1e-4
 """Relative errors of the residual identity below this, or below twice that of the true updates, are rounding."""
-Sentence = str | None
+NOT_SHOWN = 0.01
+"""Relative errors of the true updates above this, far more than rounding, say that something else is added."""
 
 
 def short_name(source: str) -> str:
@@ -73,16 +74,25 @@ def _identity(inspection: Inspection) -> list[str]:
     rows = [row for row in inspection.identity if row.true == row.true and row.naive == row.naive]
     if not rows:
         return []
-    worst, true = max(rows, key=lambda row: row.naive), max(row.true for row in rows)
+    unsure = max(rows, key=lambda row: row.true)
+    worst, true = max(rows, key=lambda row: row.naive), unsure.true
+    if true > NOT_SHOWN:
+        return [
+            "What is really added to the stream could not be shown: the updates that were found miss it by up to "
+            f"{100 * true:.2g} % ({_place(inspection, unsure)}), the wiring is not fully understood."
+        ]
     if worst.naive <= max(EXACT, 2 * true):
         return [
             f"What attention and feed-forward return is what is added to the stream (relative error {short(true)})."
         ]
-    where = f"layer {worst.layer}" + (f" of the {worst.stack}" if len(inspection.placement) > 1 else "")
     return [
         "What attention and feed-forward return is not what is added to the stream: a tool that takes it is wrong by "
-        f"up to {100 * worst.naive:.0f} % ({where}). What is really added sums up to the stream within {short(true)}."
+        f"up to {100 * worst.naive:.0f} % ({_place(inspection, worst)}). What is really added sums up to the stream within {short(true)}."
     ]
+
+
+def _place(inspection: Inspection, row: IdentityRow) -> str:
+    return f"layer {row.layer}" + (f" of the {row.stack}" if len(inspection.placement) > 1 else "")
 
 
 POOR_FIT = 0.15

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from normstream.inspect.anatomy import Anatomy
+from normstream.inspect.join_trace import split
 from normstream.inspect.layer_borders import OWN_STACK, LayerKey, run_layers, whole_layers, with_gradients
 from normstream.inspect.loss import NO_LOSS, objective_of
 from normstream.norms import precise_dtype
@@ -21,6 +22,8 @@ class GradientNorms(NamedTuple):
     """For all parameters of the layer; one that is called several times has one gradient, the sum over its calls."""
     stream: float
     """For what enters the layer, all streams and positions together."""
+    by_stream: dict[str, float]
+    """For each stream that enters the layer, under its name; a foreign model's only one is called x."""
 
 
 def gradient_norms(
@@ -50,13 +53,19 @@ def gradient_norms(
         streams = {key: border.entering for key, border in borders.items()}
         wanted = {id(t): t for tensors in (*parameters.values(), *streams.values()) for t in tensors}
         found = torch.autograd.grad(objective.loss(run.logits), list(wanted.values()), allow_unused=True)
-    squares = {name: _square(gradient) for name, gradient in zip(wanted, found, strict=True)}
+    gradients = {id(t): torch.zeros_like(t) if g is None else g for t, g in zip(wanted.values(), found, strict=True)}
 
-    def norm(tensors: Iterable[Tensor]) -> float:
-        return math.sqrt(sum(squares[id(tensor)] for tensor in tensors))
+    def given(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
+        return tuple(gradients[id(tensor)] for tensor in tensors)
 
-    norms = {key: GradientNorms(norm(parameters[key]), norm(streams[key])) for key in borders}
+    names: Any = model.streams if anatomy is None else ("x",)
+    norms = {key: _norms(given(parameters[key]), given(streams[key]), names) for key in borders}
     return norms, (*notes, *_shared(parameters))
+
+
+def _norms(parameters: tuple[Tensor, ...], streams: tuple[Tensor, ...], names: tuple[str, ...]) -> GradientNorms:
+    by_stream = {name: _length((stream,)) for name, stream in split(names, streams).items()}
+    return GradientNorms(_length(parameters), _length(streams), by_stream)
 
 
 @contextmanager
@@ -94,8 +103,9 @@ def _parameters(layer: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in layer.parameters() if parameter.is_floating_point()]
 
 
-def _square(gradient: Tensor | None) -> float:
-    return 0.0 if gradient is None else gradient.to(precise_dtype(gradient)).square().sum().item()
+def _length(gradients: Iterable[Tensor]) -> float:
+    """The Euclidean norm of all entries together."""
+    return math.sqrt(sum(g.to(precise_dtype(g)).square().sum().item() for g in gradients))
 
 
 def _shared(parameters: Mapping[LayerKey, list[nn.Parameter]]) -> tuple[str, ...]:

@@ -22,6 +22,8 @@ class ModelFacts:
     text: str | None
     """The text that was given, or None for random tokens."""
     seconds: float
+    is_tied: bool | None = None
+    """Whether the head shares the token embedding; None without a head."""
 
 
 @dataclass(frozen=True)
@@ -93,20 +95,29 @@ class MassiveActivation:
 
 @dataclass(frozen=True)
 class LayerRow:
-    """A layer as a whole. Losses are in nats a token; None where the model has no head or no such measure."""
+    """A layer as a whole. Losses are in nats a token; None where the model has no head or no such measure.
+
+    With several streams everything is joint, of all streams together, except for what is said to be by stream.
+    """
 
     stack: str
     layer: int
     influence: float
-    """Angular distance of the stream before and after the layer, mean over tokens, 0 to 1."""
+    """Angular distance of the stream before and after the layer, mean over tokens, 0 to 1; joint: the mean of the
+    streams' own."""
     gradient_norm: float | None
     """Norm of the loss's gradient for the layer's parameters."""
     stream_gradient_norm: float | None
-    """Norm of the loss's gradient for the layer's input."""
+    """Norm of the loss's gradient for the layer's input; joint: for the state of all streams."""
     jacobian_distance: float | None
-    """|| d layer_out / d layer_in - skip I ||_F / sqrt(n), n entries at all positions, estimated with random probes."""
+    """|| d layer_out / d layer_in - skip I ||_F / sqrt(n), n entries at all positions, estimated with random probes;
+    joint: of all streams' entries."""
     loss_increase: float | None
-    """Loss without the layer minus loss with it."""
+    """Loss without the layer minus loss with it; joint: all streams pass as they came."""
+    influence_by_stream: dict[str, float] = field(default_factory=dict)
+    """Angular distance of each stream before and after the layer."""
+    stream_gradient_norms: dict[str, float] = field(default_factory=dict)
+    """Norm of the loss's gradient for each stream that enters the layer; their squares add up to the joint one's."""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ import re
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import Any, TypeVar
 
 import torch
@@ -87,8 +88,6 @@ def inspect_model(
         ValueError: for inputs that cannot be made, and for a model that cannot be probed at all. What fails later is a
             note of the result.
     """
-    if not isinstance(loaded, LoadedModel):
-        raise ValueError(f"expected what load_source returns, got a {type(loaded).__name__}; see anatomy_of and trace")
     begin = time.perf_counter()
     model: Any = loaded.model
     attempts = Attempts(progress, list(loaded.notes))
@@ -102,7 +101,7 @@ def inspect_model(
     rows |= _model_rows(attempts, seen, (model, inputs, anatomy))
     return Inspection(
         normstream=__version__,
-        model=_facts(loaded, seen, text, time.perf_counter() - begin),
+        model=_facts(loaded, seen, anatomy, text, time.perf_counter() - begin),
         anatomy=anatomy,
         placement=_placements(loaded, anatomy),
         wiring=drawn,
@@ -166,16 +165,18 @@ def _model_rows(
     gradients = attempts.noted("gradients", lambda: gradient_norms(*measured), {})
     jacobians = attempts.noted("Jacobians", lambda: jacobian_distances(*measured), {})
     layers = []
-    for key, influence in influences(seen).items() if seen else ():
+    for key, turns in influences(seen).items() if seen else ():
         gradient = gradients.get(key)
         layers.append(
             LayerRow(
                 *key,
-                influence=influence,
+                influence=fmean(turns.values()),
                 gradient_norm=gradient and gradient.parameters,
                 stream_gradient_norm=gradient and gradient.stream,
                 jacobian_distance=jacobians.get(key),
                 loss_increase=drops.get(key),
+                influence_by_stream=turns,
+                stream_gradient_norms=gradient.by_stream if gradient else {},
             )
         )
     return rows | {"layers": tuple(layers)}
@@ -216,7 +217,9 @@ def _placements(loaded: LoadedModel, anatomy: Anatomy | None) -> dict[str, str]:
     return {"main": placements.get(name).title}
 
 
-def _facts(loaded: LoadedModel, seen: Trace | None, text: str | None, seconds: float) -> ModelFacts:
+def _facts(
+    loaded: LoadedModel, seen: Trace | None, anatomy: Anatomy | None, text: str | None, seconds: float
+) -> ModelFacts:
     model: Any = loaded.model
     stream = next(iter(seen.stacks[-1].layers[0].before.values())) if seen else torch.empty(0, 0)
     return ModelFacts(
@@ -230,4 +233,5 @@ def _facts(loaded: LoadedModel, seen: Trace | None, text: str | None, seconds: f
         tokens=stream.shape[-2],
         text=text,
         seconds=seconds,
+        is_tied=loaded.config.tied if anatomy is None else anatomy.is_tied if anatomy.head else None,
     )

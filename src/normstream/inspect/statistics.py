@@ -90,17 +90,13 @@ def angular_distance(before: Tensor, after: Tensor) -> float:
     return (cosine.clamp(-1, 1).arccos() / math.pi).mean().item()
 
 
-def influences(trace: Trace) -> dict[tuple[str, int], float]:
-    """Angular distance of each layer's streams before and after it, by stack and layer; the mean over streams."""
-    return {
-        (stack.name, layer.index): sum(_turns(layer)) / len(layer.before)
-        for stack in trace.stacks
-        for layer in stack.layers
-    }
+def influences(trace: Trace) -> dict[tuple[str, int], dict[str, float]]:
+    """Angular distance of each stream before and after each layer: by stack and layer, then by stream."""
+    return {(stack.name, layer.index): _turns(layer) for stack in trace.stacks for layer in stack.layers}
 
 
-def _turns(layer: LayerTrace) -> list[float]:
-    return [angular_distance(before, layer.after[stream]) for stream, before in layer.before.items()]
+def _turns(layer: LayerTrace) -> dict[str, float]:
+    return {stream: angular_distance(before, layer.after[stream]) for stream, before in layer.before.items()}
 
 
 def growth(trace: Trace) -> tuple[Growth, ...]:

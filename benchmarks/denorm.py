@@ -23,7 +23,7 @@ from torch import nn
 
 from benchmarks.machine import commit, machine, versions
 from benchmarks.results import RESULTS
-from normstream.checkpoints.denorm import DenormConfig, denorm
+from normstream.checkpoints.surgery.denorm import DenormConfig, denorm
 from normstream.data import Data, DataConfig, Loader, load_data
 from normstream.optim import OptimizerConfig, ScheduleConfig, build_optimizer, learning_rate
 from normstream.training.evaluate import count_targets, loss_sum

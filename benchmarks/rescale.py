@@ -26,11 +26,11 @@ from benchmarks.results import RESULTS
 from benchmarks.tiny_models import tiny_model
 from normstream.checkpoints.precise import difference, exact_answer
 from normstream.checkpoints.rebuild import eps_of_config, rebuild
-from normstream.checkpoints.rescale import apply, rescale
-from normstream.checkpoints.rescale_changes import Scaling
-from normstream.checkpoints.rescale_check import run_in, stream_peaks
-from normstream.checkpoints.rescale_plan import Planner
-from normstream.checkpoints.rescale_report import RescaleReport
+from normstream.checkpoints.rescaling.changes import Scaling
+from normstream.checkpoints.rescaling.check import run_in, stream_peaks
+from normstream.checkpoints.rescaling.plan import Planner
+from normstream.checkpoints.rescaling.report import RescaleReport
+from normstream.checkpoints.rescaling.rescale import apply, rescale
 from normstream.inspect.anatomy import Anatomy
 from normstream.inspect.inputs import make_inputs
 from normstream.inspect.norm_facts import find_norms

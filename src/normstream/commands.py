@@ -17,9 +17,9 @@ from tyro.conf import Positional, arg
 
 from normstream import machine, ops, placements
 from normstream.__about__ import __version__
-from normstream.checkpoints.convert_command import Convert
-from normstream.checkpoints.rescale_command import Rescale
-from normstream.checkpoints.surgery_commands import Denorm, Fold, Prune
+from normstream.checkpoints.conversion.command import Convert
+from normstream.checkpoints.rescaling.command import Rescale
+from normstream.checkpoints.surgery.commands import Denorm, Fold, Prune
 from normstream.data import load_data, load_tokenizer, load_whole
 from normstream.generation import generate
 from normstream.inspect.commands import Inspect

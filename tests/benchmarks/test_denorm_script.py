@@ -7,7 +7,7 @@ import pytest
 from benchmarks.results import RESULTS
 
 from benchmarks import denorm
-from normstream.checkpoints.denorm import DenormConfig
+from normstream.checkpoints.surgery.denorm import DenormConfig
 
 FEW = DenormConfig(
     start=1, ffn_gap=1, qk_gap=1, v_gap=1, special_gap=1, first_gap=1, rest=1, warmup=1, batch_size=2, eval_batches=2

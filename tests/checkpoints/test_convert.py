@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from normstream.checkpoints.convert import (
+from normstream.checkpoints.conversion.convert import (
     Stored,
     family_of,
     in_convention,
@@ -14,10 +14,10 @@ from normstream.checkpoints.convert import (
     release_format,
     write_tensors_of,
 )
-from normstream.checkpoints.gains import check_gains, rounding, with_gain
-from normstream.checkpoints.layouts import Layout
-from normstream.checkpoints.roles import Role
-from normstream.checkpoints.settings import Settings
+from normstream.checkpoints.conversion.gains import check_gains, rounding, with_gain
+from normstream.checkpoints.conversion.layouts import Layout
+from normstream.checkpoints.conversion.roles import Role
+from normstream.checkpoints.conversion.settings import Settings
 from normstream.norms import Gain, RMSNorm
 
 SIZES = {"vocab_size": 12, "dim": 4, "n_heads": 2, "n_kv_heads": 1, "head_dim": 8, "ffn_dim": 6, "max_seq_len": 8}

@@ -7,8 +7,8 @@ import pytest
 import torch
 from benchmarks.tiny_models import tiny_model
 
-from normstream.checkpoints.files import match_family
-from normstream.checkpoints.settings import decoder_settings
+from normstream.checkpoints.conversion.files import match_family
+from normstream.checkpoints.conversion.settings import decoder_settings
 from normstream.checkpoints.source import quiet_transformers
 from normstream.checkpoints.tensors import read_tensors, write_tensors
 from normstream.cli import main

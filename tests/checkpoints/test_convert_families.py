@@ -9,8 +9,8 @@ import torch
 from benchmarks.tiny_models import tiny_config, tiny_model
 from torch import Tensor, nn
 
-from normstream.checkpoints.conversion import convert_checkpoint
-from normstream.checkpoints.convert import (
+from normstream.checkpoints.conversion.checkpoint import convert_checkpoint
+from normstream.checkpoints.conversion.convert import (
     HF,
     Format,
     Stored,
@@ -20,10 +20,10 @@ from normstream.checkpoints.convert import (
     read_tensors_of,
     write_tensors_of,
 )
-from normstream.checkpoints.formats.megatron import arguments
-from normstream.checkpoints.roles import Role
+from normstream.checkpoints.conversion.formats.megatron import arguments
+from normstream.checkpoints.conversion.roles import Role
+from normstream.checkpoints.conversion.settings import decoder_config
 from normstream.checkpoints.save import file_tensors
-from normstream.checkpoints.settings import decoder_config
 from normstream.checkpoints.source import load_source, quiet_transformers
 from normstream.checkpoints.tensors import read_tensors, write_tensors
 from normstream.models import DecoderLM

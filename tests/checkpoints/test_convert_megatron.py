@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from benchmarks.tiny_models import tiny_model
 from torch import Tensor
 
-from normstream.checkpoints.convert import family_of, in_convention, read_tensors_of, write_tensors_of
-from normstream.checkpoints.formats.megatron import arguments
+from normstream.checkpoints.conversion.convert import family_of, in_convention, read_tensors_of, write_tensors_of
+from normstream.checkpoints.conversion.formats.megatron import arguments
 from normstream.checkpoints.save import file_tensors
 
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}

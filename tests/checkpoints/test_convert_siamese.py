@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from normstream.checkpoints.conversion import convert_checkpoint
-from normstream.checkpoints.convert import Format, Stored, family_of, read_tensors_of, write_tensors_of
-from normstream.checkpoints.settings import decoder_config
+from normstream.checkpoints.conversion.checkpoint import convert_checkpoint
+from normstream.checkpoints.conversion.convert import Format, Stored, family_of, read_tensors_of, write_tensors_of
+from normstream.checkpoints.conversion.settings import decoder_config
 from normstream.checkpoints.tensors import read_tensors, write_tensors
 from normstream.models import DecoderLM
 from normstream.training import load_model

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from benchmarks.tiny_models import randomize, tiny_config, tiny_model
 from torch import Tensor, nn
 
-from normstream.checkpoints.denorm import DenormConfig, Removal, denorm, removal_schedule
-from normstream.checkpoints.fixed_norms import FixableNorms, check_pre_norm
 from normstream.checkpoints.precise import answer, difference
 from normstream.checkpoints.source import quiet_transformers
+from normstream.checkpoints.surgery.denorm import DenormConfig, Removal, denorm, removal_schedule
+from normstream.checkpoints.surgery.fixed_norms import FixableNorms, check_pre_norm
 from normstream.data import Data, DataConfig, load_data
 from normstream.inspect.anatomy import Anatomy, StackAnatomy
 from normstream.inspect.inputs import make_inputs
@@ -287,6 +287,6 @@ def test_divergence_is_an_error(gpt2: nn.Module, data: Data) -> None:
         ("lr", float("nan"), "lr must be a positive finite number, got nan"),
     ],
 )
-def test_numbers_that_make_no_sense(name: str, value: float, message: str) -> None:
+def test_numbers_that_make_no_sense(name: str, value: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DenormConfig(**{name: value})

@@ -9,11 +9,11 @@ import torch
 from benchmarks.tiny_models import tiny_model
 from torch import Tensor, nn
 
-from normstream.checkpoints.fold import fold
-from normstream.checkpoints.norm_readers import changed
 from normstream.checkpoints.precise import Float64, answer, difference, exact_answer, in_float64
 from normstream.checkpoints.save import file_tensors
 from normstream.checkpoints.source import quiet_transformers
+from normstream.checkpoints.surgery.fold import fold
+from normstream.checkpoints.surgery.norm_readers import changed
 from normstream.inspect.anatomy import Anatomy, Call, NormFacts, NormSite, Place, StackAnatomy
 from normstream.inspect.inputs import make_inputs
 

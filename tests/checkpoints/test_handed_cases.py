@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from normstream.checkpoints import load_source
-from normstream.checkpoints.conversion import convert_checkpoint
-from normstream.checkpoints.rescale_checkpoint import rescale_checkpoint
+from normstream.checkpoints.conversion.checkpoint import convert_checkpoint
+from normstream.checkpoints.rescaling.checkpoint import rescale_checkpoint
 from normstream.checkpoints.source import quiet_transformers
 from normstream.training import load_model
 

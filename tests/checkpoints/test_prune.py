@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from normstream.checkpoints import load_source
 from normstream.checkpoints.precise import answer, difference
-from normstream.checkpoints.prune import _configs, influence_of, prune
 from normstream.checkpoints.source import quiet_transformers
+from normstream.checkpoints.surgery.prune import _configs, influence_of, prune
 from normstream.inspect.anatomy import Anatomy, Call, LayerSite, StackAnatomy
 from normstream.inspect.inputs import make_inputs
 

@@ -9,8 +9,8 @@ from benchmarks.rescale import PEAK, TEN, K, Row, measure, pushed
 from benchmarks.tiny_models import tiny_model
 from tests.checkpoints.by_hand import TOKENS, Toy
 
-from normstream.checkpoints.rescale import rescale
-from normstream.checkpoints.rescale_plan import Planner
+from normstream.checkpoints.rescaling.plan import Planner
+from normstream.checkpoints.rescaling.rescale import rescale
 from normstream.inspect.inputs import make_inputs
 from normstream.inspect.probe import anatomy_of
 from normstream.norms import RMSNorm

@@ -12,10 +12,10 @@ from tests.checkpoints.by_hand import TOKENS, FeedForward, Toy, anatomy_of_toy
 from torch import Tensor, nn
 
 from normstream.checkpoints.precise import difference, exact_answer
-from normstream.checkpoints.rescale import apply, choose_power, rescale, set_eps
-from normstream.checkpoints.rescale_changes import EpsChange
-from normstream.checkpoints.rescale_check import clamps_of, power_for
-from normstream.checkpoints.rescale_plan import Planner
+from normstream.checkpoints.rescaling.changes import EpsChange
+from normstream.checkpoints.rescaling.check import clamps_of, power_for
+from normstream.checkpoints.rescaling.plan import Planner
+from normstream.checkpoints.rescaling.rescale import apply, choose_power, rescale, set_eps
 from normstream.inspect.anatomy import Anatomy, Call, LayerSite, NormSite, StackAnatomy, Sublayer
 from normstream.inspect.norm_facts import find_norms
 from normstream.inspect.probe import anatomy_of

@@ -12,9 +12,9 @@ from benchmarks.tiny_models import tiny_config, tiny_model
 from rich.console import Console
 
 from normstream.checkpoints.precise import difference, exact_answer
-from normstream.checkpoints.rescale_checkpoint import rescale_checkpoint
-from normstream.checkpoints.rescale_command import Rescale
-from normstream.checkpoints.rescale_report import tables
+from normstream.checkpoints.rescaling.checkpoint import rescale_checkpoint
+from normstream.checkpoints.rescaling.command import Rescale
+from normstream.checkpoints.rescaling.report import tables
 from normstream.checkpoints.source import LoadedModel, quiet_transformers
 from normstream.checkpoints.tensors import read_metadata, read_tensors
 from normstream.inspect.inputs import make_inputs
@@ -95,7 +95,7 @@ def test_config_alone(tmp_path: Path) -> None:
 
 def test_own_models_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = LoadedModel(torch.nn.Identity(), None, None, "checkpoint", "runs/train", is_ours=True)
-    monkeypatch.setattr("normstream.checkpoints.rescale_checkpoint.load_source", lambda *_: own)
+    monkeypatch.setattr("normstream.checkpoints.rescaling.checkpoint.load_source", lambda *_: own)
     with pytest.raises(ValueError, match="run of normstream"):
         rescale_checkpoint(tmp_path, None, k=2)
 

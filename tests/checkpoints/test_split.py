@@ -8,9 +8,9 @@ from benchmarks.tiny_models import tiny_model
 from tests.checkpoints.by_hand import TOKENS, Toy, anatomy_of_toy
 from torch import nn
 
-from normstream.checkpoints.feeders import Bench, linear_rows, make_bench
-from normstream.checkpoints.rescale import apply, rescale
-from normstream.checkpoints.rescale_report import BranchRow, RescaleReport
+from normstream.checkpoints.rescaling.feeders import Bench, linear_rows, make_bench
+from normstream.checkpoints.rescaling.report import BranchRow, RescaleReport
+from normstream.checkpoints.rescaling.rescale import apply, rescale
 from normstream.inspect.anatomy import Call
 from normstream.inspect.hooks import Recorder
 from normstream.inspect.inputs import make_inputs

@@ -118,6 +118,29 @@ class ZeroScaleLayer(nn.Module):
         return x + self.scale * self.feed_forward(self.norm(x))
 
 
+class Affine(nn.Module):
+    """A gain and a bias that start at one or zero, and zero."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale, self.bias = nn.Parameter(torch.full((DIM,), scale)), nn.Parameter(torch.zeros(DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * x + self.bias
+
+
+class ZeroBiasLayer(nn.Module):
+    """An affine map behind the branch, whose bias, and with ``is_scaled`` the gain too, starts at zero."""
+
+    def __init__(self, is_scaled: bool) -> None:
+        super().__init__()
+        self.norm, self.feed_forward, self.affine = nn.LayerNorm(DIM), FeedForward(), Affine(0.0 if is_scaled else 1.0)
+        self.bias = nn.Parameter(torch.zeros(DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.affine(self.feed_forward(self.norm(x))) + self.bias
+
+
 class ChannelScaleLayer(nn.Module):
     """LayerScale: a learned gain for each channel of the update."""
 

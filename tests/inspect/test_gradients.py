@@ -37,6 +37,7 @@ def test_the_norms_are_those_of_a_backward_pass(name: str) -> None:
     assert [norms.stream for norms in found.values()] == pytest.approx(
         [s.grad.norm().item() for s in entering], rel=1e-4
     )
+    assert [norms.by_stream for norms in found.values()] == [{"x": norms.stream} for norms in found.values()]
     assert notes == ()
     assert not any(parameter.requires_grad for parameter in case.model.parameters())
 
@@ -63,7 +64,24 @@ def test_the_gradient_of_two_streams_is_that_of_their_state() -> None:
     _, z = model.layers[1](leaves, model.layers[0].after_feed_forward.read(leaves)[1], context)
     loss = torch.nn.functional.cross_entropy(model.lm_head(z)[0, :-1], tokens[0, 1:])
     gradients: tuple[Tensor, ...] = torch.autograd.grad(loss, leaves)
-    assert found["main", 1].stream == pytest.approx(math.hypot(*(g.norm().item() for g in gradients)), rel=1e-5)
+    norms = [gradient.norm().item() for gradient in gradients]
+    assert found["main", 1].stream == pytest.approx(math.hypot(*norms), rel=1e-5)
+    assert found["main", 1].by_stream == pytest.approx(dict(zip("xy", norms, strict=True)), rel=1e-5)
+
+
+def test_hyper_connected_streams_have_a_gradient_each() -> None:
+    """By backward from the state of the second layer, (B, T, n, D)."""
+    config = DecoderConfig(placement="hyper_connections", dim=16, n_layers=2, n_heads=2, tied=True)
+    model: Any = DecoderLM(config).eval()
+    initialize(model, seed=0)
+    tokens, seen = torch.arange(7)[None], []
+    model.layers[0].after_feed_forward.join.register_forward_hook(lambda module, args, state: seen.append(state[0]))
+    logits = model(tokens)
+    loss = torch.nn.functional.cross_entropy(logits[0, :-1], tokens[0, 1:])
+    (gradient,) = torch.autograd.grad(loss, seen[0])
+    found, _ = gradient_norms(model, {"tokens_BT": tokens}, None)
+    expected = {f"h_{n + 1}": gradient[..., n, :].norm().item() for n in range(gradient.shape[-2])}
+    assert found["main", 1].by_stream == pytest.approx(expected, rel=1e-4)
 
 
 def test_shared_layers_have_one_gradient_and_a_note() -> None:

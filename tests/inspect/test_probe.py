@@ -310,6 +310,16 @@ def test_learned_scale_of_zero_is_named() -> None:
     assert anatomy.notes == ("blocks.0.scale is zero: what it scales would have no effect, it was probed as one",)
 
 
+def test_biases_of_zero_are_not_named() -> None:
+    """They silence nothing; beside them a scale of zero is named all the same."""
+    anatomy = anatomy_of(hand.Decoder([hand.ZeroBiasLayer(is_scaled=False)]))
+    assert places(anatomy.stacks[0], 0) == {"norm": "pre ffn"}
+    assert anatomy.notes == ()
+    assert anatomy_of(hand.Decoder([hand.ZeroBiasLayer(is_scaled=True)])).notes == (
+        "blocks.0.affine.scale is zero: what it scales would have no effect, it was probed as one",
+    )
+
+
 def test_scale_of_each_channel_is_named() -> None:
     anatomy = anatomy_of(hand.Decoder([hand.ChannelScaleLayer()]))
     assert places(anatomy.stacks[0], 0) == {"norm": "pre ffn"}

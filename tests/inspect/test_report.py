@@ -25,6 +25,7 @@ from normstream.inspect.inspection import (
     StreamRatio,
     SublayerRow,
 )
+from normstream.inspect.multipliers import multipliers
 from normstream.inspect.report import render
 from normstream.inspect.tables import SHOWN_LAYERS, norm_rows, show, stream_rows
 from normstream.inspect.wiring import wirings
@@ -69,13 +70,17 @@ def sublayer_row(layer, kind, stream="x"):
     )  # fmt: skip
 
 
+def turn(layer):
+    return 0.01 if layer in (7, 9, 11) else 0.1
+
+
 @pytest.fixture(scope="module")
 def inspection(anatomy):
     layers = range(LAYERS)
     return Inspection(
         normstream="0.1",
         model=ModelFacts(
-            "org/Some-Model", "checkpoint", 1_234_567, LAYERS, DIM, "float32", "eager", 61, "<b>text", 1.5
+            "org/Some-Model", "checkpoint", 1_234_567, LAYERS, DIM, "float32", "eager", 61, "<b>text", 1.5, True
         ),
         anatomy=anatomy,
         placement={"main": "pre"},
@@ -86,7 +91,7 @@ def inspection(anatomy):
             Growth("main", "x", "linear", (1.0, 1.0), {"linear": 0.01}, tuple(1.0 + i for i in range(LAYERS + 1))),
         ),
         massive=(MassiveActivation("main", "x", 4, 0, "<s>", 5, -2000.0, 4000.0),),
-        layers=tuple(LayerRow("main", i, 0.01 if i in (7, 9, 11) else 0.1, 1.0, 0.1, 0.3, 0.2) for i in layers),
+        layers=tuple(LayerRow("main", i, turn(i), 1.0, 0.1, 0.3, 0.2, {"x": turn(i)}, {"x": 0.1}) for i in layers),
         heads=tuple(HeadRow("main", f"layers.{i}.mixer", i, (1.0, 30.0 + i)) for i in layers),
         lens=tuple(LensRow("main", "x", i, 5.0 - 0.1 * i, 1.0, 0.5) for i in layers),
         drops=tuple(DropRow("main", f"layers.{i}.{k}", i, k, -0.1) for i in layers for k in ("mixer", "ffn")),
@@ -158,12 +163,41 @@ def test_report_is_the_same_for_the_same_inspection(html, inspection):
     assert render(inspection) == html
 
 
-def test_report_of_two_streams(inspection):
+@pytest.fixture
+def two_streams(inspection):
+    """The same with a second stream, which turns by 0.3 in every layer; the joint influence is the mean."""
     rows = tuple(sublayer_row(i, kind, s) for i in range(LAYERS) for kind in ("mixer", "ffn") for s in "xy")
-    two = replace(inspection, sublayers=rows, ratios=tuple(StreamRatio("main", i, 2.0) for i in range(LAYERS)))
-    text = render(two)
+    layers = tuple(
+        LayerRow("main", i, 0.2, 1.0, 0.5, 0.7, 0.25, {"x": 0.1, "y": 0.3}, {"x": 0.3, "y": 0.4}) for i in range(LAYERS)
+    )
+    ratios = tuple(StreamRatio("main", i, 2.0) for i in range(LAYERS))
+    return replace(inspection, sublayers=rows, layers=layers, ratios=ratios)
+
+
+def test_report_of_two_streams(two_streams):
+    text = render(two_streams)
     assert 'id="ratio"' in text
-    assert "<h3>stream y</h3>" in text
+    _, x, y, joint = re.split("<h3>(?:stream x|stream y|all streams together)</h3>", text)
+    assert ("<td>0.100</td></tr>" in x, "<td>0.300</td></tr>" in y) == (True, True)
+    assert not any("loss<br>without" in table for table in (x, y))
+    for shown in ("<td>0.200</td>", "<td>0.7</td>", "<td>0.5</td>", "<td>+0.250</td>", "loss<br>without"):
+        assert shown in joint
+    assert any(
+        "rows influence on stream x, influence on stream y" in label for label in Page(text).having("aria-label")
+    )
+
+
+def test_terminal_shows_what_is_joint_once(two_streams):
+    """The influence of each stream in its table; loss and Jacobian of the layer in a third."""
+    text = printed(two_streams, 80)
+    x, y, joint = re.split("stream y\n|all streams together\n", text.split("stream x\n")[1])
+    assert re.search(r"^ +0 .* 0\.100$", x, re.M)
+    assert re.search(r"^ +0 .* 0\.300$", y, re.M)
+    assert re.search(r"^ +0 +0\.200 +0\.7 +1 +\+0\.250$", joint, re.M)
+    assert "+0.250" not in x + y
+    assert "the streams turn on average by 36.0" in " ".join(
+        findings(replace(two_streams, layers=(*two_streams.layers[1:], replace(two_streams.layers[0], influence=0.3))))
+    )
 
 
 def test_report_of_what_could_not_be_measured(inspection):
@@ -224,10 +258,125 @@ def test_findings_on_what_is_as_it_seems(inspection):
     assert "No massive activations" in text
 
 
-def test_terminal_shows_some_of_many_layers(inspection):
-    console = Console(file=io.StringIO(), width=120)
+@pytest.mark.parametrize(
+    ("true", "words"),
+    [
+        (0.3, "leave a relative error of 0.3 (layer 2); the wiring is not fully understood"),
+        (1e-3, "leave a relative error of 0.001 (layer 2); the wiring is not fully understood"),
+    ],
+)
+def test_updates_that_do_not_explain_the_stream_are_not_called_what_is_added(inspection, true, words):
+    """Where the identity fails there are no statistics of sublayers; module outputs may miss it by as much or more."""
+    rows = tuple(IdentityRow("main", "x", i, 0.31, true if i == 2 else 1e-7) for i in range(4))
+    text = " ".join(findings(replace(inspection, identity=rows, sublayers=())))
+    assert words in text
+    assert "return is" not in text
+    assert "really added sums up" not in text
+
+
+def test_an_identity_that_rounding_hides(inspection):
+    rows = (IdentityRow("main", "x", 0, 0.6, 0.5),)
+    model = replace(inspection.model, dtype="bfloat16")
+    text = " ".join(findings(replace(inspection, identity=rows, model=model)))
+    assert "relative error of 0.5 (layer 0); rounding in bfloat16 hides it" in text
+    assert "return is" not in text
+
+
+def test_an_identity_of_a_stream_that_is_not_finite_is_left_to_the_note(inspection):
+    rows = (IdentityRow("main", "x", 0, 1e-7, 1e-7), IdentityRow("main", "x", 1, math.nan, math.nan))
+    assert not any("added" in line for line in findings(replace(inspection, identity=rows, sublayers=())))
+
+
+def test_multipliers_in_one_line(inspection, anatomy):
+    """Granite 4's kinds: what is 1 is left out, kinds that differ are named."""
+    (stack,) = anatomy.stacks
+
+    def with_factors(mixer, ffn, **changes):
+        layers = tuple(
+            replace(
+                site,
+                sublayers=tuple(
+                    replace(s, multiplier=factor) for s, factor in zip(site.sublayers, (mixer, ffn), strict=True)
+                ),
+            )
+            for site in stack.layers
+        )
+        changed = replace(stack, layers=layers, embedding_multiplier=5.000001)
+        return replace(inspection, wiring=wirings(replace(anatomy, stacks=(changed,), **changes)))
+
+    assert multipliers(inspection) == "head tied to the embedding"
+    same = with_factors(0.22, 0.2200001, logit_multiplier=1 / 3)
+    line = "embedding x 5, residual x 0.22, logits x 0.333, head tied to the embedding"
+    assert multipliers(same) == line
+    assert line in printed(same, 80)
+    assert f"E{line[1:]}." in render(same)
+    untied = replace(with_factors(0.5, 1.0), model=replace(inspection.model, is_tied=False))
+    assert multipliers(untied) == "embedding x 5, mixer residual x 0.5, head not tied to the embedding"
+    headless = replace(inspection, model=replace(inspection.model, is_tied=None))
+    assert multipliers(headless) == ""
+
+
+def test_terminal_of_80_columns(inspection, anatomy):
+    """Paths are broken before dots or underscores, never inside a word; no header is cut."""
+    (stack,) = anatomy.stacks
+    path = "bert.encoder.layer.{}.attention.output.very_long_output_layernorm_name"
+    norms = tuple(
+        replace(site, call=Call(path.format(site.layer))) if site.place == "pre" else site for site in stack.norms
+    )
+    text = printed(replace(inspection, anatomy=replace(anatomy, stacks=(replace(stack, norms=norms),))), 80)
+    tables = text[: text.index("\n* ")]
+    assert "…" not in tables
+    assert max(map(len, tables.splitlines())) <= 80
+    for line in (
+        r"pre +mixer +bert\.encoder\.layer\.\*\.attention",
+        r" +\.output",
+        r" +\.very_long_output_layernorm_name",
+    ):
+        assert re.search(f"^{line}", tables, re.M)
+    assert re.search(r"^layer +rms +\|h\| +room +/ h +/ h +lost +cos +turn +w/o$", tables, re.M)
+
+
+def test_sizes_of_a_stream_with_norms_on_it_say_which_are_meant(inspection, anatomy):
+    """Post-Norm: the table is about the sum before the norm, the growth law about what the norm gives."""
+    assert "before the norm on the stream" not in printed(inspection, 80)
+    (stack,) = anatomy.stacks
+    trunk = Call("layers.0.input_layernorm")
+    sites = tuple(replace(s, place="trunk") if s.call == trunk else s for s in stack.norms)
+    first, *rest = stack.layers
+    mixer, ffn = first.sublayers
+    first = replace(first, sublayers=(replace(mixer, pre_norm=None, trunk_norm=trunk), ffn))
+    post = replace(anatomy, stacks=(replace(stack, layers=(first, *rest), norms=sites),))
+    text = printed(replace(inspection, anatomy=post, wiring=wirings(post)), 80)
+    assert "rms and max |h| before the norm on the stream\n" in text
+    assert "The RMS of the stream, behind the norm on it, goes from 1 to 21" in text
+    assert "behind layers.19.mixer, before the norm there:" in text
+
+
+def test_only_the_layers_index_is_a_star(inspection, anatomy):
+    """T5's three sublayers have norms of one name in a list of their own."""
+    (stack,) = anatomy.stacks
+    layers = tuple(replace(site, call=Call(f"block.{site.index}")) for site in stack.layers)
+    places: list[Any] = [("pre", kind) for kind in ("mixer", "cross", "ffn")]
+    norms = tuple(
+        norm(place, f"block.{i}.layer.{n}.layer_norm", (kind,), (), i)
+        for i in range(LAYERS)
+        for n, (place, kind) in enumerate(places)
+    )
+    t5 = Anatomy((replace(stack, layers=layers, norms=norms),), None, False, None)
+    found = replace(inspection, anatomy=t5)
+    assert [(row.path, row.of, row.count) for row in norm_rows(found)] == [
+        (f"block.*.layer.{n}.layer_norm", kind, LAYERS) for n, (_, kind) in enumerate(places)
+    ]
+
+
+def printed(inspection, width):
+    console = Console(file=io.StringIO(), width=width)
     show(inspection, console, None)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
+    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())  # type: ignore[attr-defined]
+
+
+def test_terminal_shows_some_of_many_layers(inspection):
+    text = printed(inspection, 120)
     assert f"{SHOWN_LAYERS} of {LAYERS} layers" in text
     assert re.search(r"^ +0 +1 +10 +6550 +50 % +50 %", text, re.M)
     assert re.search(r"^ +19 +20 +200 ", text, re.M)

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from normstream.checkpoints.convert import read_tensors_of, write_tensors_of
-from normstream.checkpoints.formats.family import Family
-from normstream.checkpoints.formats.hf import HF
+from normstream.checkpoints.conversion.convert import read_tensors_of, write_tensors_of
+from normstream.checkpoints.conversion.formats.family import Family
+from normstream.checkpoints.conversion.formats.hf import HF
+from normstream.checkpoints.conversion.settings import decoder_settings, differences
 from normstream.checkpoints.save import file_tensors
-from normstream.checkpoints.settings import decoder_settings, differences
 from normstream.models import DecoderConfig, DecoderLM, LatentConfig
 from normstream.models.families import FAMILIES, family
 

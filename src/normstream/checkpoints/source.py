@@ -10,7 +10,8 @@ checkpoint runs only if it is asked for.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -104,10 +105,11 @@ def load_source(
         classes = model_classes(raw, config, folder, trust_remote_code)
         options = {"dtype": dtype, "attn_implementation": attention}
         stored = folder if folder and _has_weights(folder) else None
-        if stored:
-            model = fill_model(classes, config, read_tensors(stored), stored, options, notes)
-        else:
-            model = _draw(classes[0], config, options, seed)
+        with _attention_errors(attention, classes):
+            if stored:
+                model = fill_model(classes, config, read_tensors(stored), stored, options, notes)
+            else:
+                model = _draw(classes[0], config, options, seed)
         tokenizer = _tokenizer(folder, config, notes) if folder else None
     weights = "checkpoint" if stored else "drawn"
     return LoadedModel(model.eval(), model.config, tokenizer, weights, str(source), False, folder, tuple(notes))
@@ -115,17 +117,34 @@ def load_source(
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """No warnings, loading reports and progress bars of transformers: what matters is an error or a note here."""
+    """No warnings, loading reports and progress bars of transformers: what matters is an error or a note here.
+
+    Nor torch's warning about matrices without entries, which some models have by their config.
+    """
     logging = require_transformers().logging
     verbosity, had_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Initializing zero-element tensors")
+            yield
     finally:
         logging.set_verbosity(verbosity)
         if had_bar:
             logging.enable_progress_bar()
+
+
+@contextmanager
+def _attention_errors(attention: Attention, classes: Sequence[type[nn.Module]]) -> Iterator[None]:
+    """In short what transformers says at length of a model without this attention code."""
+    try:
+        yield
+    except ValueError as error:
+        if attention == "eager" or "attn_implementation" not in str(error):
+            raise
+        name = classes[0].__name__
+        raise ValueError(f"transformers has no {attention} attention for {name}: use --attention eager") from error
 
 
 def _is_run(path: Path) -> bool:

@@ -5,14 +5,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from normstream.inspect.inspection import Growth, IdentityRow, Inspection, LayerRow
-from normstream.inspect.wiring import ranges
+from normstream.inspect.wiring import normed_streams, ranges
 from normstream.lab.style import join_words, short
 
 FP16_MAX = 65504
 EXACT = 1e-4
 """Relative errors of the residual identity below this, or below twice that of the true updates, are rounding."""
 NOT_SHOWN = 0.01
-"""Relative errors of the true updates above this, far more than rounding, say that something else is added."""
+"""With larger relative errors of the true updates nothing can be said about what is added."""
 
 
 def short_name(source: str) -> str:
@@ -70,16 +70,23 @@ def _weights(inspection: Inspection) -> list[str]:
 
 
 def _identity(inspection: Inspection) -> list[str]:
-    """Whether what the modules return is what is added."""
+    """Whether what the modules return is what is added; nothing where the stream is not finite, a note says that.
+
+    Statistics of the sublayers are there only if the updates explain the stream within rounding.
+    """
     rows = [row for row in inspection.identity if row.true == row.true and row.naive == row.naive]
-    if not rows:
+    is_explained = bool(inspection.sublayers)
+    if not rows or (not is_explained and len(rows) < len(inspection.identity)):
         return []
     unsure = max(rows, key=lambda row: row.true)
     worst, true = max(rows, key=lambda row: row.naive), unsure.true
-    if true > NOT_SHOWN:
+    if true > NOT_SHOWN or not is_explained:
+        reason = (
+            f"rounding in {inspection.model.dtype} hides it" if is_explained else "the wiring is not fully understood"
+        )
         return [
-            "What is really added to the stream could not be shown: the updates that were found miss it by up to "
-            f"{100 * true:.2g} % ({_place(inspection, unsure)}), the wiring is not fully understood."
+            "What is really added to the stream could not be shown: the updates that were found leave a relative "
+            f"error of {short(true)} ({_place(inspection, unsure)}); {reason}."
         ]
     if worst.naive <= max(EXACT, 2 * true):
         return [
@@ -87,7 +94,8 @@ def _identity(inspection: Inspection) -> list[str]:
         ]
     return [
         "What attention and feed-forward return is not what is added to the stream: a tool that takes it is wrong by "
-        f"up to {100 * worst.naive:.0f} % ({_place(inspection, worst)}). What is really added sums up to the stream within {short(true)}."
+        f"up to {100 * worst.naive:.0f} % ({_place(inspection, worst)}). What is really added sums up to the stream "
+        f"within {short(true)}."
     ]
 
 
@@ -100,13 +108,15 @@ LAWS = {"constant": "{0}", "linear": "{0} {1} l", "exponential": "{0} exp({1} l)
 
 
 def _growth(inspection: Inspection) -> list[str]:
-    sentences = []
+    sentences, normed = [], normed_streams(inspection.wiring)
     for law in inspection.growth:
         if not law.sizes:
             continue
         words = law_words(law)
         grows = f"from {short(law.sizes[0])} to {short(law.sizes[-1])} over {len(law.sizes) - 1} layers"
-        sentences.append(f"The RMS of {_stream(inspection, law.stack, law.stream)} goes {grows}; {words}.")
+        stream = _stream(inspection, law.stack, law.stream)
+        behind = ", behind the norm on it," if (law.stack, law.stream) in normed else ""
+        sentences.append(f"The RMS of {stream}{behind} goes {grows}; {words}.")
     return sentences
 
 
@@ -130,6 +140,7 @@ def _headroom(inspection: Inspection) -> list[str]:
         return []
     worst = max(rows, key=lambda row: row.max_abs)
     where = f"behind {worst.name}" + (f" of the {worst.stack}" if len(inspection.placement) > 1 else "")
+    where += ", before the norm there" * ((worst.stack, worst.stream) in normed_streams(inspection.wiring))
     room = (
         f"{short(worst.headroom_fp16)} times below fp16's {FP16_MAX:,}"
         if worst.headroom_fp16 >= 1
@@ -171,17 +182,19 @@ def _influence(inspection: Inspection) -> list[str]:
         if n <= 3 or not rows[0].influence < rows[-1].influence:
             continue
         least = rows[: 3 if n > 8 else 1]
-        sentences.append(_least(least, rows[-1], stack if len(inspection.placement) > 1 else ""))
+        streams = len(rows[-1].influence_by_stream) > 1
+        stream = "the streams turn on average" if streams else "the stream turns"
+        sentences.append(_least(least, rows[-1], stack if len(inspection.placement) > 1 else "", stream))
     return sentences
 
 
-def _least(least: Sequence[LayerRow], most: LayerRow, stack: str) -> str:
+def _least(least: Sequence[LayerRow], most: LayerRow, stack: str, stream: str) -> str:
     several = len(least) > 1
     names = join_words([str(row.layer) for row in least])
     of = f" of the {stack}" if stack else ""
     turn = join_words([f"{180 * row.influence:.1f}" for row in least])
     sentence = (
-        f"Layer{'s' * several} {names}{of} {'have' if several else 'has'} the least influence: the stream turns by "
+        f"Layer{'s' * several} {names}{of} {'have' if several else 'has'} the least influence: {stream} by "
         f"{turn} degrees there, most by {180 * most.influence:.1f} (layer {most.layer})"
     )
     losses = [row.loss_increase for row in least if row.loss_increase is not None]

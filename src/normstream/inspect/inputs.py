@@ -55,7 +55,8 @@ def make_inputs(
     if signal is not None:
         inputs = {signal: torch.randn(signals[signal](model), generator=generator)} | shared
         if "decoder_input_ids" in parameters:
-            inputs["decoder_input_ids"] = _random_ids(model, largest_prime(n_tokens), generator)
+            length = largest_prime(min(n_tokens, _longest(model)))
+            inputs["decoder_input_ids"] = _random_ids(model, length, generator)
         return inputs
     name = _ids_name(model, parameters)
     n_tokens = largest_prime(min(n_tokens, _longest(model)))
@@ -119,7 +120,8 @@ def _ids_name(model: nn.Module, parameters: Any) -> str:
 def _longest(model: nn.Module) -> int:
     """The number of positions that the configuration says there are."""
     config = getattr(model, "config", None)
-    lengths = [getattr(config, name, None) for name in ("max_position_embeddings", "n_positions", "max_seq_len")]
+    names = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
+    lengths = [getattr(config, name, None) for name in names]
     return min((length for length in lengths if isinstance(length, int) and length > 1), default=2**30)
 
 

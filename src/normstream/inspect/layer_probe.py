@@ -12,7 +12,7 @@ from torch import Tensor
 from normstream.inspect.anatomy import Call, LayerSite, NormSite, Place, Sublayer, SublayerKind
 from normstream.inspect.frozen import FrozenLayer
 from normstream.inspect.hooks import Run
-from normstream.inspect.silent import Branch, Gain, Port, SilentLayer
+from normstream.inspect.silent import Branch, Gain, Port, SilentLayer, gain_of
 from normstream.inspect.subject import Subject
 
 
@@ -113,6 +113,18 @@ class LayerProbe:
             parallel_to=self._parallel_to(branch),
             skip=self._skip(branch),
         )
+
+    def _holds_stream(self, branch: Branch) -> bool:
+        """Whether what one of its readers makes goes on as it is to its last matrix, past matrices that are silent."""
+        readers = self._readers(branch)
+        writers = [c for c in self.matrices if self._writes_to(c, branch)]
+        others = (c for c in self.matrices if c not in (*readers, *writers) and branch in self.real.fed_by(c))
+        return next(others, None) is not None and any(self._goes_on(r, w) for r in readers for w in writers)
+
+    def _goes_on(self, reader: Call, writer: Call) -> bool:
+        bump, run = self.silent.from_output(reader, along_stream=True)
+        gain = gain_of(self.silent.stream_runs[0].input(writer), run.input(writer), bump)
+        return gain.factor != 0 and gain.is_exact
 
     def _pre_norms(self, branch: Branch) -> tuple[Call, ...]:
         return tuple(c for c in self.norms if self.silent.bits(c) == (True, False) and branch in self.real.fed_by(c))
@@ -257,6 +269,11 @@ class LayerProbe:
         for branch in self.branches:
             if self.kinds[branch] == "other":
                 yield f"{self.names[branch]} ({branch.update}): does not react to its layer's input"
+            if self._holds_stream(branch):
+                yield (
+                    f"{self.names[branch]} ({branch.update}): a stream of its own runs inside it, to which other "
+                    f"matrices add; the branches in there could not be separated and count as one {self.kinds[branch]}"
+                )
             if not branch.multiplier.is_exact:
                 yield (
                     f"{self.names[branch]} ({branch.update}): what is added is not a multiple of its output "

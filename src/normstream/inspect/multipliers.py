@@ -31,7 +31,7 @@ def _factors(wiring: Wiring) -> Iterator[Named]:
     branches = [branch for section in wiring.sections for branch in section.branches]
     yield "embedding", wiring.embedding_factor
     for stream in wiring.streams:
-        of = f" of stream {stream}" * (len(wiring.streams) > 1)
+        of = f" (stream {stream})" * (len(wiring.streams) > 1)
         yield f"start{of}", _span([target.factor for target in wiring.start if target.stream == stream])
         yield f"read{of}", _span([s.factor for branch in branches for s in branch.sources if s.stream == stream])
         pairs = [(branch, target) for branch in branches for target in branch.targets if target.stream == stream]

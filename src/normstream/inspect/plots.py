@@ -41,7 +41,7 @@ def pictures(inspection: Inspection) -> list[Picture]:
 
 def stream_looks(inspection: Inspection) -> dict[tuple[str, str], Look]:
     """One look for every stream of every stack; a name says only what there are several of."""
-    keys = list(dict.fromkeys((row.stack, row.stream) for row in inspection.sublayers))
+    keys = list(dict.fromkeys((row.stack, row.stream) for row in (*inspection.sublayers, *inspection.growth)))
     several_stacks, several_streams = len({stack for stack, _ in keys}) > 1, len({stream for _, stream in keys}) > 1
     looks = {}
     for i, (stack, stream) in enumerate(keys):
@@ -181,7 +181,7 @@ def importance_cells(inspection: Inspection, rows: Sequence[LayerRow]) -> Cells:
     """Names and values of the rows of one stack."""
     columns = [row.layer for row in rows]
     found: dict[str, list[float | None]] = {
-        "influence": [row.influence for row in rows],
+        **_influences(rows),
         "loss without the layer": [row.loss_increase for row in rows],
     }
     for kind, look in KIND_LOOKS.items():
@@ -194,6 +194,24 @@ def importance_cells(inspection: Inspection, rows: Sequence[LayerRow]) -> Cells:
     found["Jacobian to identity"] = [row.jacobian_distance for row in rows]
     values = {name: row for name, row in found.items() if any(value is not None for value in row)}
     return Cells(tuple(values), tuple(map(str, columns)), tuple(map(tuple, values.values())))
+
+
+def _influences(rows: Sequence[LayerRow]) -> dict[str, list[float | None]]:
+    """The influence, one row for each stream."""
+    streams = list(rows[0].influence_by_stream)
+    if len(streams) < 2:
+        return {"influence": [row.influence for row in rows]}
+    return {f"influence on stream {name}": [row.influence_by_stream[name] for row in rows] for name in streams}
+
+
+def _stream_gradients(inspection: Inspection) -> Sketch:
+    """The gradient for what enters a layer, a line for each stream."""
+    looks, lines = stream_looks(inspection), []
+    for (stack, stream), look in looks.items():
+        rows = [row for row in inspection.layers if row.stack == stack]
+        points = known((row.layer, row.stream_gradient_norms.get(stream)) for row in rows)
+        lines += [line(look, points)] if points else []
+    return Sketch("stream", lines, LAYER, Axis("gradient norm", log=all_positive(lines)))
 
 
 def gradients(inspection: Inspection) -> Picture | None:
@@ -215,7 +233,7 @@ def gradients(inspection: Inspection) -> Picture | None:
     )
     sketches = [
         sketch("parameters", lambda row: row.gradient_norm, "gradient norm"),
-        sketch("stream", lambda row: row.stream_gradient_norm, "gradient norm"),
+        _stream_gradients(inspection),
         sketch("Jacobian", lambda row: row.jacobian_distance, "distance to the skip"),
     ]
     return picture("gradients", "Gradients and Jacobians", explanation, sketches)

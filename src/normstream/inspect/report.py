@@ -9,8 +9,9 @@ from normstream.inspect.canvas import colour
 from normstream.inspect.diagram import draw_wiring
 from normstream.inspect.findings import findings, headline, summary
 from normstream.inspect.inspection import Inspection
+from normstream.inspect.multipliers import multipliers
 from normstream.inspect.plots import pictures
-from normstream.inspect.tables import SUBLAYERS, norm_rows, percent, stream_rows
+from normstream.inspect.tables import SUBLAYERS, change, joint_rows, norm_rows, percent, stream_rows
 from normstream.inspect.wiring import ranges
 from normstream.lab.report import page
 from normstream.training.files import write_text
@@ -30,7 +31,7 @@ def render(inspection: Inspection) -> str:
     return page("inspect/report.html.j2").render(
         version=inspection.normstream,
         headline=headline(inspection),
-        details=[summary(inspection)],
+        details=[line for line in (summary(inspection), sentence(multipliers(inspection))) if line],
         findings=findings(inspection),
         inspection=inspection,
         model=inspection.model,
@@ -39,11 +40,22 @@ def render(inspection: Inspection) -> str:
         kinds=list(dict.fromkeys(kind for row in rows for kind in row.update_share)),
         sublayers=SUBLAYERS,
         streams=by_stream(rows),
+        joint=joint_rows(inspection),
         massive=sorted(inspection.massive, key=lambda row: -abs(row.value))[:SHOWN_MASSIVE],
         pictures=pictures(inspection),
         percent=percent,
+        change=change,
         ranges=ranges,
     )
+
+
+def sentence(line: str) -> str:
+    """A line as a sentence.
+
+    >>> sentence("residual x 0.22"), sentence("")
+    ('Residual x 0.22.', '')
+    """
+    return f"{line[0].upper()}{line[1:]}." if line else ""
 
 
 def by_stream(rows: list[Any]) -> dict[str, list[Any]]:

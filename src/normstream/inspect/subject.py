@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from normstream.inspect.anatomy import NormFacts
 from normstream.inspect.hooks import Record, Run
 from normstream.inspect.norm_facts import find_norms
+from normstream.inspect.zero_scales import zero_scales
 
 LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -41,7 +42,7 @@ def prepare(model: nn.Module, inputs: Mapping[str, Any], seed: int) -> Subject:
     """Copies a model and draws the copy's matrices; the model itself is left alone.
 
     A vector parameter outside norms and matrices is a learned scale or a bias. It keeps its value, except where all of
-    it is zero: it may silence a whole branch, so it becomes one, and a note says so.
+    it is zero: it may silence a whole branch, so it becomes one, and a note names those that would.
     """
     subject = copy.deepcopy(model).eval()
     _make_eager(subject)
@@ -52,11 +53,8 @@ def prepare(model: nn.Module, inputs: Mapping[str, Any], seed: int) -> Subject:
     leaves = {path for path in matrices if not any(other.startswith(f"{path}.") for other in matrices if path)}
     silent = _draw(subject, norms, leaves, torch.Generator().manual_seed(seed))
     layers = tuple(f"{path}." for paths in layer_lists(subject, frozenset(leaves)) for path in paths)
-    notes = [
-        f"{name} is zero: what it scales would have no effect, it was probed as one"
-        for name in silent
-        if name.startswith(layers)
-    ]
+    scales = zero_scales(subject, inputs, [name for name in silent if name.startswith(layers)])
+    notes = [f"{name} is zero: what it scales would have no effect, it was probed as one" for name in scales]
     return Subject(subject, norms, frozenset(leaves), tuple(notes))
 
 

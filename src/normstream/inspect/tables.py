@@ -1,9 +1,11 @@
 """The tables in the terminal, and the rows that the report shares with them."""
 
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import TypeVar
 
 from rich.console import Console
 from rich.markup import escape
@@ -11,8 +13,10 @@ from rich.table import Table
 
 from normstream.inspect.canvas import KINDS, REMARKS
 from normstream.inspect.findings import findings, headline
-from normstream.inspect.inspection import Inspection, SublayerRow
-from normstream.inspect.wiring import Mark, marks, pattern, ranges
+from normstream.inspect.inspection import Inspection, LayerRow, SublayerRow
+from normstream.inspect.multipliers import multipliers
+from normstream.inspect.paths import folded, site_path
+from normstream.inspect.wiring import Mark, marks, normed_streams, ranges
 from normstream.lab.live import say
 from normstream.lab.style import number, rate, short
 
@@ -48,9 +52,9 @@ class NormRow:
     stack: str
     place: str
     of: str
-    """Kinds of the sublayers."""
+    """Kinds of the sublayers: mixer, ffn, cross, other."""
     path: str
-    """With * for indices."""
+    """With * for the layer's index."""
     layers: tuple[int, ...]
     kind: str
     gain: str
@@ -67,7 +71,8 @@ class NormRow:
         'before the mixer'
         """
         words = PLACES[self.place]
-        return f"{words} {' and '.join(self.of.split(', '))}" if words.endswith("the") else words
+        kinds = [SUBLAYERS[kind] for kind in self.of.split(", ") if kind]
+        return f"{words} {' and '.join(kinds)}" if words.endswith("the") else words
 
 
 def norm_rows(inspection: Inspection) -> list[NormRow]:
@@ -89,7 +94,7 @@ Found = tuple[str, tuple[str, ...], Sequence[int], float | None, int]
 def _probed(inspection: Inspection) -> Iterable[Found]:
     for stack in inspection.anatomy.stacks if inspection.anatomy else ():
         for site in stack.norms:
-            key = _key(site.place, site.feeds, pattern(site.call.path), site)
+            key = _key(site.place, site.feeds, site_path(site, stack), site)
             yield stack.name, key, () if site.layer is None else (site.layer,), site.facts.eps, 1
 
 
@@ -106,7 +111,7 @@ def _key(place: str, feeds: Iterable[str], path: str, site: Mark | object) -> tu
     gain = REMARKS[facts.gain] or "w"
     return (
         place,
-        ", ".join(SUBLAYERS[kind] for kind in dict.fromkeys(feeds)),
+        ", ".join(dict.fromkeys(feeds)),
         path,
         KINDS[facts.kind],
         gain + ", b" * facts.has_bias,
@@ -147,7 +152,9 @@ class StreamRow:
     """The largest share of an update that is lost."""
     cosine: float
     influence: float | None
+    """Of this stream."""
     loss_increase: float | None
+    """Of the layer: without it for all streams."""
 
 
 def stream_rows(inspection: Inspection) -> list[StreamRow]:
@@ -174,26 +181,30 @@ def stream_rows(inspection: Inspection) -> list[StreamRow]:
                 update_share=shares,
                 lost_in_bf16=max(row.lost_in_bf16 for row in own),
                 cosine=fmean(row.cosine for row in own),
-                influence=whole.influence if whole else None,
+                influence=whole.influence_by_stream.get(stream) if whole else None,
                 loss_increase=whole.loss_increase if whole else None,
             )
         )
     return rows
 
 
+def joint_rows(inspection: Inspection) -> dict[str, list[LayerRow]]:
+    """By stack, the layers whose streams are several: what is said of all of them together is shown once."""
+    stacks: dict[str, list[LayerRow]] = {}
+    for row in inspection.layers:
+        if len(row.influence_by_stream) > 1:
+            stacks.setdefault(row.stack, []).append(row)
+    return stacks
+
+
 def show(inspection: Inspection, console: Console, out: Path | None) -> None:
-    """Prints what was found: a headline, the norms, the streams, findings and notes."""
-    say(console, f"{headline(inspection)}\n")
-    console.print(_norm_table(norm_rows(inspection), inspection))
-    rows = stream_rows(inspection)
-    for stack, stream in dict.fromkeys((row.stack, row.stream) for row in rows):
-        own = [row for row in rows if (row.stack, row.stream) == (stack, stream)]
-        console.print()
-        if len(own) < len(rows):
-            say(console, f"{stack}, stream {stream}" if stack != "main" else f"stream {stream}")
-        console.print(_stream_table(own))
-        if len(own) > SHOWN_LAYERS:
-            say(console, f"{SHOWN_LAYERS} of {len(own)} layers; the report has all of them")
+    """Prints what was found: a headline, multipliers, the norms, the streams, findings and notes."""
+    say(console, headline(inspection))
+    if line := multipliers(inspection):
+        say(console, line)
+    console.print()
+    console.print(_norm_table(norm_rows(inspection), inspection, console.width))
+    _show_streams(inspection, console)
     say(console, "")
     for sentence in findings(inspection):
         say(console, f"* {sentence}")
@@ -203,39 +214,110 @@ def show(inspection: Inspection, console: Console, out: Path | None) -> None:
         say(console, f"\nReport: {out / 'report.html'}")
 
 
-def _norm_table(rows: Sequence[NormRow], inspection: Inspection) -> Table:
+def _show_streams(inspection: Inspection, console: Console) -> None:
+    """A table for each stream, and for several ones another of what is said of all of them together."""
+    rows, joint, normed = stream_rows(inspection), joint_rows(inspection), normed_streams(inspection.wiring)
+    for stack in dict.fromkeys(row.stack for row in rows):
+        words = [stack] * (len(inspection.placement) > 1)
+        streams = list(dict.fromkeys(row.stream for row in rows if row.stack == stack))
+        for stream in streams:
+            own = [row for row in rows if (row.stack, row.stream) == (stack, stream)]
+            heading = words + [f"stream {stream}"] * (len(streams) > 1)
+            heading += ["rms and max |h| before the norm on the stream"] * ((stack, stream) in normed)
+            _show_table(console, heading, _stream_table(thinned(own), with_loss=len(streams) == 1), len(own))
+        if stack in joint:
+            heading = [*words, "all streams together"]
+            _show_table(console, heading, _joint_table(thinned(joint[stack])), len(joint[stack]))
+
+
+def _show_table(console: Console, heading: Sequence[str], table: Table, n_layers: int) -> None:
+    console.print()
+    if heading:
+        say(console, ", ".join(heading))
+    table.collapse_padding = console.measure(table).maximum > console.width
+    console.print(table)
+    if n_layers > SHOWN_LAYERS:
+        say(console, f"{SHOWN_LAYERS} of {n_layers} layers; the report has all of them")
+
+
+NORM_COLUMNS = ("place", "of", "norm", "kind", "gain", "eps", "over")
+NARROWEST = 16
+"""Characters that the path of a norm gets in any terminal."""
+
+
+def _norm_table(rows: Sequence[NormRow], inspection: Inspection, width: int) -> Table:
+    """Paths are broken where the other columns leave no room for them."""
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("place", "of", "norm", "kind", "gain", "eps", "over"):
-        table.add_column(name, overflow="fold")
+    for name in NORM_COLUMNS:
+        table.add_column(name, overflow="fold", no_wrap=name == "norm")
     stacks = list(dict.fromkeys(row.stack for row in rows))
-    depths = {wiring.stack: wiring.n_layers for wiring in inspection.wiring}
+    cells = {
+        row: [row.place.replace("_", " "), row.of, row.path, row.kind, row.gain, row.eps, row.over] for row in rows
+    }
+    columns = [*zip(NORM_COLUMNS, *cells.values(), strict=True)]
+    taken = sum(max(map(len, column)) + 2 for column in columns if column[0] != "norm")
+    room = max(width - taken, NARROWEST)
     for stack in stacks:
         if len(stacks) > 1:
             table.add_row(f"[bold]{escape(stack)}[/bold]")
         for row in (row for row in rows if row.stack == stack):
-            path = row.path
-            if row.layers and len(row.layers) < depths.get(stack, 0):
-                path += f"  (layers {ranges(row.layers)})"
-            cells = (row.place.replace("_", " "), row.of, path, row.kind, row.gain, row.eps, row.over)
-            table.add_row(*map(escape, cells))
+            cells[row][2] = _norm_cell(row, inspection, room)
+            table.add_row(*map(escape, cells[row]))
     return table
 
 
-def _stream_table(rows: Sequence[StreamRow]) -> Table:
+def _norm_cell(row: NormRow, inspection: Inspection, width: int) -> str:
+    """The path, and the layers if they are not all."""
+    depth = next((wiring.n_layers for wiring in inspection.wiring if wiring.stack == row.stack), 0)
+    path = folded(row.path, width)
+    if not row.layers or len(row.layers) >= depth:
+        return path
+    layers = f"(layers {ranges(row.layers)})"
+    fits = len(path.splitlines()[-1]) + 2 + len(layers) <= width
+    return f"{path}  {layers}" if fits else "\n".join((path, *textwrap.wrap(layers, width)))
+
+
+def _stream_table(rows: Sequence[StreamRow], with_loss: bool) -> Table:
     kinds = list(dict.fromkeys(kind for row in rows for kind in row.update_share))
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    names = ("layer", "rms", "max |h|", "fp16 room", *(f"{kind} / h" for kind in kinds))
-    for name in (*names, "bf16 loss", "cosine", "influence", "loss without"):
-        table.add_column(name, justify="right")
-    for row in thinned(rows):
+    shares = [f"{kind}\n/ h" for kind in kinds]
+    names = ["layer", "rms", "max\n|h|", "fp16\nroom", *shares, "bf16\nlost", "cos", "turn"]
+    table = _numbers(names + ["loss\nw/o"] * with_loss)
+    for row in rows:
         shares = [percent(row.update_share.get(kind)) for kind in kinds]
-        cells = (str(row.layer), short(row.rms), short(row.max_abs), short(row.headroom_fp16), *shares)
-        loss = "-" if row.loss_increase is None else f"{row.loss_increase:+.3f}"
-        table.add_row(*cells, percent(row.lost_in_bf16), number(row.cosine, 2), number(row.influence), loss)
+        sizes = [str(row.layer), short(row.rms), short(row.max_abs), short(row.headroom_fp16)]
+        turns = [percent(row.lost_in_bf16), number(row.cosine, 2), number(row.influence)]
+        table.add_row(*sizes, *shares, *turns, *[change(row.loss_increase)] * with_loss)
     return table
 
 
-def thinned(rows: Sequence[StreamRow]) -> list[StreamRow]:
+def _joint_table(rows: Sequence[LayerRow]) -> Table:
+    table = _numbers(["layer", "mean\nturn", "Jacobian", "gradient", "loss\nw/o"])
+    for row in rows:
+        measures = short(row.jacobian_distance), short(row.gradient_norm)
+        table.add_row(str(row.layer), number(row.influence), *measures, change(row.loss_increase))
+    return table
+
+
+def _numbers(names: Iterable[str]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def change(loss: float | None) -> str:
+    """A loss increase.
+
+    >>> change(0.25), change(-1e-5), change(None)
+    ('+0.250', '-0.000', '-')
+    """
+    return "-" if loss is None else f"{loss:+.3f}"
+
+
+Row = TypeVar("Row")
+
+
+def thinned(rows: Sequence[Row]) -> list[Row]:
     """At most ``SHOWN_LAYERS`` rows, evenly spread, with the first and the last."""
     if len(rows) <= SHOWN_LAYERS:
         return list(rows)

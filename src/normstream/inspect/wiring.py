@@ -5,7 +5,6 @@ models, whose streams may be several, are made in ``normstream.inspect.own_wirin
 """
 
 import math
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import pairwise
@@ -22,6 +21,7 @@ from normstream.inspect.anatomy import (
     Sublayer,
     SublayerKind,
 )
+from normstream.inspect.paths import pattern, site_path
 
 INSIDE: tuple[Place, ...] = ("q", "k", "v", "latent_q", "latent_kv", "sub", "context", "no_effect")
 """Places of norms that are drawn inside the sublayer."""
@@ -67,7 +67,7 @@ class Mark:
 
     place: Place
     path: str
-    """The module's path with * for indices."""
+    """The module's path with * for the layer's index."""
     scope: Literal["stream", "per_head", "flattened", "latent"]
     facts: NormFacts
 
@@ -97,7 +97,7 @@ class Branch:
 
     kind: SublayerKind
     path: str
-    """The module's path with * for indices."""
+    """The module's path with * for the layer's index."""
     sources: tuple[Source, ...]
     input_norms: tuple[Mark, ...]
     """On the sum of the sources; several stand beside each other, for different readers."""
@@ -119,7 +119,7 @@ class Section:
 
     layers: tuple[int, ...]
     path: str
-    """The layer's path with * for indices."""
+    """The layer's path with * for its index."""
     is_shared: bool
     """Whether the same modules run for several layers."""
     skip: Factor
@@ -166,9 +166,9 @@ def wirings(anatomy: Anatomy) -> tuple[Wiring, ...]:
 
 def _wiring(anatomy: Anatomy, stack: StackAnatomy, is_last: bool) -> Wiring:
     outside = [site for site in stack.norms if site.layer is None or site.place in ENDS]
-    embedding = [mark(site) for site in outside if site.place == "embedding"]
+    embedding = [mark(site, stack) for site in outside if site.place == "embedding"]
     logits = anatomy.logit_multiplier if is_last else None
-    head_norms = tuple(mark(site) for site in outside if site.place == "head")
+    head_norms = tuple(mark(site, stack) for site in outside if site.place == "head")
     return Wiring(
         stack=stack.name,
         streams=("x",),
@@ -178,14 +178,14 @@ def _wiring(anatomy: Anatomy, stack: StackAnatomy, is_last: bool) -> Wiring:
         start=(Target("x", trunk=embedding[0] if embedding else None),),
         sections=gather([_section(stack, layer) for layer in stack.layers]),
         sources=(Source("x"),),
-        final_norms=tuple(mark(site) for site in outside if site.place == "final"),
+        final_norms=tuple(mark(site, stack) for site in outside if site.place == "final"),
         head=anatomy.head.path if anatomy.head and is_last else None,
         before_head=tuple(dict.fromkeys(call.path for call in stack.end_readers)) if head_norms else (),
         head_norms=head_norms,
         is_tied=anatomy.is_tied,
         logit_factor=ONE if logits is None else measured(logits),
         feeds_cross=not is_last,
-        elsewhere=(*embedding[1:], *(mark(site) for site in outside if site.place not in ENDS)),
+        elsewhere=(*embedding[1:], *(mark(site, stack) for site in outside if site.place not in ENDS)),
     )
 
 
@@ -195,11 +195,13 @@ def _section(stack: StackAnatomy, layer: LayerSite) -> Section:
     for before, sublayer in zip((None, *layer.sublayers), layer.sublayers, strict=False):
         own = _own_sites(sublayer, sites)
         drawn |= {site.call for group in own.values() for site in group}
-        branches.append(_branch(sublayer, before, own))
-    elsewhere = tuple(mark(site) for site in sites if site.call not in drawn)
+        marks = {where: tuple(mark(site, stack) for site in found) for where, found in own.items()}
+        branches.append(_branch(sublayer, before, marks, pattern(sublayer.output.path, layer.call.path)))
+    elsewhere = tuple(mark(site, stack) for site in sites if site.call not in drawn)
     is_shared = any(other.call.path == layer.call.path for other in stack.layers if other is not layer)
     rest = layer.skip / math.prod(sublayer.skip for sublayer in layer.sublayers)
-    return Section((layer.index,), pattern(layer.call.path), is_shared, measured(rest), tuple(branches), elsewhere)
+    path = pattern(layer.call.path, layer.call.path)
+    return Section((layer.index,), path, is_shared, measured(rest), tuple(branches), elsewhere)
 
 
 def _own_sites(sublayer: Sublayer, sites: Iterable[NormSite]) -> dict[str, list[NormSite]]:
@@ -215,13 +217,12 @@ def _own_sites(sublayer: Sublayer, sites: Iterable[NormSite]) -> dict[str, list[
     return own
 
 
-def _branch(sublayer: Sublayer, before: Sublayer | None, own: dict[str, list[NormSite]]) -> Branch:
-    marks = {where: tuple(map(mark, sites)) for where, sites in own.items()}
+def _branch(sublayer: Sublayer, before: Sublayer | None, marks: dict[str, tuple[Mark, ...]], path: str) -> Branch:
     is_parallel = before is not None and sublayer.name in before.parallel_to
     shares_input = before is not None and is_parallel and _same(sublayer.pre_norm, before.pre_norm)
     return Branch(
         kind=sublayer.kind,
-        path=pattern(sublayer.output.path),
+        path=path,
         sources=(Source("x"),),
         input_norms=marks["pre"],
         inner=marks["inside"],
@@ -238,19 +239,10 @@ def _same(one: Call | None, other: Call | None) -> bool:
     return one is not None and one == other
 
 
-def mark(site: NormSite) -> Mark:
+def mark(site: NormSite, stack: StackAnatomy) -> Mark:
     """The norm at a site, as it is drawn."""
-    path = pattern(site.call.path)
+    path = site_path(site, stack)
     return Mark(site.place, path, site.scope, replace(site.facts, path=path))
-
-
-def pattern(path: str) -> str:
-    """A module's path with * for every index.
-
-    >>> pattern("model.layers.3.self_attn.q_norm"), pattern("h.0")
-    ('model.layers.*.self_attn.q_norm', 'h.*')
-    """
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
 
 
 def gather(sections: Sequence[Section]) -> tuple[Section, ...]:
@@ -304,6 +296,18 @@ def marks(wiring: Wiring) -> list[tuple[Mark, Branch | None, tuple[int, ...]]]:
         found += [(one, None, section.layers) for one in section.elsewhere]
     found += [(source.norm, None, ()) for source in wiring.sources if source.norm]
     return found + [(one, None, ()) for one in (*wiring.final_norms, *wiring.head_norms, *wiring.elsewhere)]
+
+
+def normed_streams(wirings: Iterable[Wiring]) -> set[tuple[str, str]]:
+    """Stack and name of every stream that has a norm on it in some layer: it goes on with the norm's output."""
+    return {
+        (wiring.stack, target.stream)
+        for wiring in wirings
+        for section in wiring.sections
+        for branch in section.branches
+        for target in branch.targets
+        if target.trunk
+    }
 
 
 def ranges(numbers: Sequence[int]) -> str:

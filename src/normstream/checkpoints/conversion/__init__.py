@@ -1,0 +1,1 @@
+"""From one format to another, tensor by tensor and by role."""

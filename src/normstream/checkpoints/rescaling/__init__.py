@@ -1,0 +1,1 @@
+"""Dividing a residual stream by a power of two, exactly."""

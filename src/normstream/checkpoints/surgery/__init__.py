@@ -1,0 +1,1 @@
+"""Folding norms into matrices, leaving out layers, fine-tuning norms away."""

@@ -34,7 +34,7 @@ from benchmarks.tiny_models import names, tiny_model
 from benchmarks.tiny_sizes import VOCAB_SIZE
 from normstream.inspect.anatomy import Anatomy, StackAnatomy
 from normstream.inspect.inputs import make_inputs
-from normstream.inspect.probe import anatomy_of
+from normstream.inspect.probing.probe import anatomy_of
 
 FILE = "inspect-families.json"
 PLACEMENT = ("placement", "parallel", "no stack")

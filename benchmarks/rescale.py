@@ -33,8 +33,8 @@ from normstream.checkpoints.rescaling.report import RescaleReport
 from normstream.checkpoints.rescaling.rescale import apply, rescale
 from normstream.inspect.anatomy import Anatomy
 from normstream.inspect.inputs import make_inputs
-from normstream.inspect.norm_facts import find_norms
-from normstream.inspect.probe import anatomy_of
+from normstream.inspect.probing.norm_facts import find_norms
+from normstream.inspect.probing.probe import anatomy_of
 from normstream.training.files import write_json
 
 TEN = ("llama", "qwen3", "gemma2", "gemma3_text", "glm4", "olmo2", "gpt2", "deepseek_v3", "phi", "cohere2")

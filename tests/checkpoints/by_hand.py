@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from normstream.inspect.anatomy import Anatomy
-from normstream.inspect.probe import anatomy_of
+from normstream.inspect.probing.probe import anatomy_of
 from normstream.norms import RMSNorm
 
 TOKENS = {"input_ids": torch.arange(3, 16)[None]}

@@ -18,7 +18,7 @@ from normstream.checkpoints.surgery.fixed_norms import FixableNorms, check_pre_n
 from normstream.data import Data, DataConfig, load_data
 from normstream.inspect.anatomy import Anatomy, StackAnatomy
 from normstream.inspect.inputs import make_inputs
-from normstream.inspect.probe import anatomy_of
+from normstream.inspect.probing.probe import anatomy_of
 
 
 def test_official_schedule() -> None:

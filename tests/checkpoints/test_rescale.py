@@ -12,7 +12,7 @@ from tests.checkpoints.by_hand import TOKENS, Toy
 from normstream.checkpoints.rescaling.plan import Planner
 from normstream.checkpoints.rescaling.rescale import rescale
 from normstream.inspect.inputs import make_inputs
-from normstream.inspect.probe import anatomy_of
+from normstream.inspect.probing.probe import anatomy_of
 from normstream.norms import RMSNorm
 
 ZERO_CENTRED = ("gemma2", "gemma3_text")

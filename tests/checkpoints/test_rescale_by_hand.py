@@ -17,8 +17,8 @@ from normstream.checkpoints.rescaling.check import clamps_of, power_for
 from normstream.checkpoints.rescaling.plan import Planner
 from normstream.checkpoints.rescaling.rescale import apply, choose_power, rescale, set_eps
 from normstream.inspect.anatomy import Anatomy, Call, LayerSite, NormSite, StackAnatomy, Sublayer
-from normstream.inspect.norm_facts import find_norms
-from normstream.inspect.probe import anatomy_of
+from normstream.inspect.probing.norm_facts import find_norms
+from normstream.inspect.probing.probe import anatomy_of
 from normstream.norms import RMSNorm
 
 # FR-12

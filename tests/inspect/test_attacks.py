@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from normstream.cli import main
 from normstream.inspect import anatomy_of, make_inputs, trace
-from normstream.inspect.attention_logits import attention_maxima
-from normstream.inspect.drop import layer_drops, sublayer_drops
-from normstream.inspect.gradients import gradient_norms
-from normstream.inspect.jacobian import jacobian_distances
-from normstream.inspect.lens import logit_lens
-from normstream.inspect.loss import loss_of
-from normstream.inspect.wiring import wirings
+from normstream.inspect.measures.attention_logits import attention_maxima
+from normstream.inspect.measures.drop import layer_drops, sublayer_drops
+from normstream.inspect.measures.gradients import gradient_norms
+from normstream.inspect.measures.jacobian import jacobian_distances
+from normstream.inspect.measures.lens import logit_lens
+from normstream.inspect.measures.loss import loss_of
+from normstream.inspect.report.wiring import wirings
 
 WITH_LAYERS = (loss_of, attention_maxima, logit_lens, layer_drops, sublayer_drops, gradient_norms, jacobian_distances)
 EVERYTHING = (trace, *WITH_LAYERS)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from normstream.init import initialize
 from normstream.inspect.anatomy import Anatomy, Call, LayerSite, StackAnatomy
-from normstream.inspect.attention_logits import attention_maxima, fused_scores
+from normstream.inspect.measures.attention_logits import attention_maxima, fused_scores
 from normstream.models import DecoderConfig, DecoderLM
 
 HEADS, WIDTH = 4, 8

@@ -11,8 +11,8 @@ from torch import nn
 
 from normstream import placements
 from normstream.init import initialize
-from normstream.inspect.drop import layer_drops, sublayer_drops
-from normstream.inspect.loss import loss_of
+from normstream.inspect.measures.drop import layer_drops, sublayer_drops
+from normstream.inspect.measures.loss import loss_of
 from normstream.models import DecoderConfig, DecoderLM
 from normstream.norms import NormConfig
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from normstream.inspect.anatomy import Anatomy, NormSite
 from normstream.inspect.inputs import make_inputs
-from normstream.inspect.probe import anatomy_of
+from normstream.inspect.probing.probe import anatomy_of
 
 TABLE = read_table()
 FAMILIES = (

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from normstream.init import initialize
 from normstream.inspect.anatomy import Anatomy, Call, StackAnatomy
-from normstream.inspect.gradients import gradient_norms
+from normstream.inspect.measures.gradients import gradient_norms
 from normstream.models import DecoderConfig, DecoderLM
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from normstream.inspect.anatomy import Anatomy, Call, LayerSite, NormFacts, NormSite, Place, StackAnatomy, Sublayer
-from normstream.inspect.stream_trace import Trace, check_identity, identity, trace
+from normstream.inspect.measures.stream_trace import Trace, check_identity, identity, trace
 from normstream.norms import RMSNorm
 
 DIM = 8

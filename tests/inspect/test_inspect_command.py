@@ -10,7 +10,7 @@ import pytest
 from benchmarks.tiny_models import tiny_config
 
 from normstream.cli import main
-from normstream.inspect.report import render
+from normstream.inspect.report.page import render
 
 TRAIN: str = (
     "train --out run --data text.txt --steps 1 --batch-size 1 --data.seq-len 16 --device cpu --model.dim 16 "

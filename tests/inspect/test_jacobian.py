@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from normstream.init import initialize
 from normstream.inspect.anatomy import Anatomy, Call, LayerSite, StackAnatomy
-from normstream.inspect.jacobian import jacobian_distances
+from normstream.inspect.measures.jacobian import jacobian_distances
 from normstream.models import DecoderConfig, DecoderLM
 
 

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from normstream import placements
 from normstream.init import initialize
-from normstream.inspect.statistics import stream_ratios, sublayer_rows
-from normstream.inspect.stream_trace import check_identity, identity, trace
+from normstream.inspect.measures.statistics import stream_ratios, sublayer_rows
+from normstream.inspect.measures.stream_trace import check_identity, identity, trace
 from normstream.junctions import Drop, OutputNormJoin, ResiDualReadOut, State
 from normstream.models import DecoderConfig, DecoderLM
 from normstream.norms import NormConfig, RMSNorm

@@ -11,8 +11,8 @@ from torch import Tensor
 from normstream import placements
 from normstream.init import initialize
 from normstream.inspect.inspection import LensRow
-from normstream.inspect.lens import logit_lens
-from normstream.inspect.loss import loss_of
+from normstream.inspect.measures.lens import logit_lens
+from normstream.inspect.measures.loss import loss_of
 from normstream.models import DecoderConfig, DecoderLM
 
 

@@ -5,7 +5,7 @@ import torch
 from tests.inspect.wired import stack, wired
 
 from normstream.init import initialize
-from normstream.inspect.loss import loss_of, objective_of
+from normstream.inspect.measures.loss import loss_of, objective_of
 from normstream.models import DecoderConfig, DecoderLM
 
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from normstream import norms
 from normstream.inspect.anatomy import NormFacts
-from normstream.inspect.functional import functional_norms
-from normstream.inspect.norm_facts import find_norms
+from normstream.inspect.probing.functional import functional_norms
+from normstream.inspect.probing.norm_facts import find_norms
 
 WIDTH, TOKENS = 12, 7
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from normstream.inspect.anatomy import Anatomy, Call, StackAnatomy, Sublayer
 from normstream.inspect.inputs import make_inputs
-from normstream.inspect.probe import anatomy_of
+from normstream.inspect.probing.probe import anatomy_of
 
 
 def places(stack: StackAnatomy, layer: int | None) -> dict[str, str]:

@@ -11,7 +11,6 @@ import pytest
 from rich.console import Console
 
 from normstream.inspect.anatomy import Anatomy, Call, LayerSite, NormFacts, NormSite, StackAnatomy, Sublayer
-from normstream.inspect.findings import findings, headline
 from normstream.inspect.inspection import (
     DropRow,
     Growth,
@@ -25,10 +24,11 @@ from normstream.inspect.inspection import (
     StreamRatio,
     SublayerRow,
 )
-from normstream.inspect.multipliers import multipliers
-from normstream.inspect.report import render
-from normstream.inspect.tables import SHOWN_LAYERS, norm_rows, show, stream_rows
-from normstream.inspect.wiring import wirings
+from normstream.inspect.report.findings import findings, headline
+from normstream.inspect.report.multipliers import multipliers
+from normstream.inspect.report.page import render
+from normstream.inspect.report.tables import SHOWN_LAYERS, norm_rows, show, stream_rows
+from normstream.inspect.report.wiring import wirings
 
 LAYERS, DIM = 20, 8
 PICTURES = ["growth", "headroom", "direction", "importance", "gradients", "massive", "attention", "lens", "identity"]

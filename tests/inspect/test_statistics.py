@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from normstream.inspect.statistics import (
+from normstream.inspect.measures.statistics import (
     angular_distance,
     growth,
     growth_law,
@@ -18,7 +18,7 @@ from normstream.inspect.statistics import (
     stream_ratios,
     sublayer_rows,
 )
-from normstream.inspect.streams import LayerTrace, StackTrace, Stretch, SublayerTrace, Trace
+from normstream.inspect.measures.streams import LayerTrace, StackTrace, Stretch, SublayerTrace, Trace
 
 
 def made(streams: list[Tensor], **other: list[Tensor]) -> Trace:

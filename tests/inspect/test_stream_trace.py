@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from normstream.inspect.anatomy import Anatomy, Call, LayerSite, NormFacts, NormSite, StackAnatomy, Sublayer
-from normstream.inspect.probe import anatomy_of
-from normstream.inspect.stream_trace import Trace, check_identity, identity, trace
+from normstream.inspect.measures.stream_trace import Trace, check_identity, identity, trace
+from normstream.inspect.probing.probe import anatomy_of
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 64}
 GROUPED = SIZES | {"num_key_value_heads": 2, "head_dim": 8}

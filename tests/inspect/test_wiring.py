@@ -10,9 +10,9 @@ from benchmarks.tiny_models import tiny_model
 
 from normstream import initialize
 from normstream.inspect import anatomy_of, find_norms
-from normstream.inspect.diagram import draw_wiring
-from normstream.inspect.own_wiring import own_wiring
-from normstream.inspect.wiring import Branch, Wiring, marks, wirings
+from normstream.inspect.report.diagram import draw_wiring
+from normstream.inspect.report.own_wiring import own_wiring
+from normstream.inspect.report.wiring import Branch, Wiring, marks, wirings
 from normstream.models import DecoderConfig, DecoderLM
 
 LAYERS = 6

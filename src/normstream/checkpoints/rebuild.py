@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from normstream.inspect.anatomy import NormFacts
-from normstream.inspect.norm_facts import find_norms
+from normstream.inspect.probing.norm_facts import find_norms
 
 SAME = 0.02
 """Largest relative difference between a measured number and the one in the config that it may come from."""

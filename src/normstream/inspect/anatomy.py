@@ -140,7 +140,7 @@ class StackAnatomy:
     @property
     def placement(self) -> str:
         """pre, post, sandwich, reordered, hybrid ..., in the words of the documentation; see ``placement_name``."""
-        from normstream.inspect.placement_name import placement_name
+        from normstream.inspect.probing.placement_name import placement_name
 
         return placement_name(self)
 

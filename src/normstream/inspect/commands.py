@@ -11,11 +11,11 @@ from tyro.conf import Positional, arg
 
 from normstream.checkpoints.source import Attention, load_source
 from normstream.checkpoints.tensors import new_folder, refuse_existing
-from normstream.inspect.findings import short_name
 from normstream.inspect.inspection import Inspection
-from normstream.inspect.report import write_report
+from normstream.inspect.report.findings import short_name
+from normstream.inspect.report.page import write_report
+from normstream.inspect.report.tables import show
 from normstream.inspect.run import TOKENS, inspect_model
-from normstream.inspect.tables import show
 from normstream.inspect.text_option import given_text
 from normstream.lab.live import say
 from normstream.training.files import write_json

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from normstream.inspect.anatomy import Anatomy
-from normstream.inspect.wiring import Wiring
+from normstream.inspect.report.wiring import Wiring
 
 
 @dataclass(frozen=True)

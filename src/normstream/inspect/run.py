@@ -13,18 +13,15 @@ from normstream import placements
 from normstream.__about__ import __version__
 from normstream.checkpoints.source import LoadedModel
 from normstream.inspect.anatomy import Anatomy
-from normstream.inspect.attention_logits import attention_maxima
-from normstream.inspect.drop import layer_drops, sublayer_drops
-from normstream.inspect.gradients import gradient_norms
 from normstream.inspect.inputs import largest_prime, make_inputs
 from normstream.inspect.inspection import Growth, Inspection, LayerRow, ModelFacts
-from normstream.inspect.jacobian import jacobian_distances
-from normstream.inspect.lens import logit_lens
-from normstream.inspect.loss import loss_of
-from normstream.inspect.norm_facts import find_norms
-from normstream.inspect.own_wiring import own_wiring
-from normstream.inspect.probe import anatomy_of
-from normstream.inspect.statistics import (
+from normstream.inspect.measures.attention_logits import attention_maxima
+from normstream.inspect.measures.drop import layer_drops, sublayer_drops
+from normstream.inspect.measures.gradients import gradient_norms
+from normstream.inspect.measures.jacobian import jacobian_distances
+from normstream.inspect.measures.lens import logit_lens
+from normstream.inspect.measures.loss import loss_of
+from normstream.inspect.measures.statistics import (
     borders,
     growth,
     influences,
@@ -33,8 +30,11 @@ from normstream.inspect.statistics import (
     stream_ratios,
     sublayer_rows,
 )
-from normstream.inspect.stream_trace import Trace, identity, trace
-from normstream.inspect.wiring import Wiring, wirings
+from normstream.inspect.measures.stream_trace import Trace, identity, trace
+from normstream.inspect.probing.norm_facts import find_norms
+from normstream.inspect.probing.probe import anatomy_of
+from normstream.inspect.report.own_wiring import own_wiring
+from normstream.inspect.report.wiring import Wiring, wirings
 from normstream.lab.runner import is_out_of_memory
 
 TOKENS = 61

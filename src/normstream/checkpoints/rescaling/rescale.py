@@ -32,7 +32,7 @@ from normstream.checkpoints.rescaling.split import Split, split_branches
 from normstream.inspect.anatomy import Anatomy, Call
 from normstream.inspect.hooks import Recorder
 from normstream.inspect.inputs import make_inputs
-from normstream.inspect.probe import anatomy_of
+from normstream.inspect.probing.probe import anatomy_of
 
 HEADROOM = 16.0
 """How far the largest |h| is to stay below 65,504: other texts are larger than the one that was measured."""

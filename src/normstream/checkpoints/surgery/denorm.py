@@ -32,7 +32,7 @@ from normstream.data import Data
 from normstream.data.loader import Loader
 from normstream.data.packing import Batch
 from normstream.inspect.inputs import make_inputs
-from normstream.inspect.probe import anatomy_of
+from normstream.inspect.probing.probe import anatomy_of
 from normstream.optim import OptimizerConfig, ScheduleConfig, build_optimizer, learning_rate
 from normstream.training.evaluate import count_targets, eval_batches, loss_sum
 

@@ -28,7 +28,7 @@ from normstream.checkpoints.surgery.norm_readers import (
 from normstream.inspect.anatomy import Anatomy, NormFacts, NormSite
 from normstream.inspect.hooks import Record, Recorder, Run
 from normstream.inspect.inputs import make_inputs
-from normstream.inspect.probe import anatomy_of
+from normstream.inspect.probing.probe import anatomy_of
 
 TOLERANCE = 1e-10
 """Largest relative difference of the float64 logits that still counts as the same function."""

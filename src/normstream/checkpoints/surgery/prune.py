@@ -23,9 +23,9 @@ from normstream.checkpoints.source import quiet_transformers
 from normstream.inspect.anatomy import Anatomy, Call, StackAnatomy
 from normstream.inspect.hooks import Changes, Recorder, tensors_in
 from normstream.inspect.inputs import make_inputs
-from normstream.inspect.loss import loss_of
-from normstream.inspect.probe import anatomy_of
-from normstream.inspect.statistics import angular_distance
+from normstream.inspect.measures.loss import loss_of
+from normstream.inspect.measures.statistics import angular_distance
+from normstream.inspect.probing.probe import anatomy_of
 from normstream.names import nearest
 
 TOLERANCE = 1e-10

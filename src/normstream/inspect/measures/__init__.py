@@ -1,0 +1,1 @@
+"""What the residual streams of a model do."""

@@ -1,0 +1,1 @@
+"""Where the norms of a model are, found by running it."""

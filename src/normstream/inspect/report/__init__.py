@@ -1,0 +1,1 @@
+"""What was found, as words, tables and pictures."""

@@ -1,7 +1,7 @@
-"""What an error message says about a name that nobody knows."""
+"""What a message says about names: about one that nobody knows, and about many."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, get_args
 
 
@@ -14,6 +14,16 @@ def nearest(name: str, known: Iterable[str]) -> str:
     known = list(known)
     close = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
     return (f"did you mean {close[0]!r}? " if close else "") + f"Known: {', '.join(known)}"
+
+
+def shortened(names: Sequence[str]) -> str:
+    """The first three of many names, and how many more there are.
+
+    >>> shortened(["a", "b", "c", "d"])
+    'a, b, c and 1 more'
+    """
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
 
 
 def check_choice(what: str, value: str, literal: Any) -> None:

@@ -1,5 +1,6 @@
 """``normstream convert`` as it is called, and that what it makes works with the other commands."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +8,9 @@ import pytest
 import torch
 from benchmarks.tiny_models import tiny_model
 
-from normstream.checkpoints.conversion.files import match_family
+from normstream.checkpoints.conversion.files import match_family, open_checkpoint
 from normstream.checkpoints.conversion.settings import decoder_settings
+from normstream.checkpoints.conversion.verify import read_back
 from normstream.checkpoints.source import quiet_transformers
 from normstream.checkpoints.tensors import read_tensors, write_tensors
 from normstream.cli import main
@@ -29,6 +31,14 @@ def llama(tmp_path_factory) -> Path:
     tokenizer = train_bpe([b"the quick brown fox jumps over the lazy dog " * 9], 300)
     (folder / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
     return folder
+
+
+def test_norms_are_compared_when_a_target_is_read_back(llama):
+    stored = open_checkpoint(llama, "hf").stored
+    read_back(llama, "hf", stored)
+    other = {role: replace(norm, eps=2 * norm.eps) for role, norm in stored.norms.items()}
+    with pytest.raises(ValueError, match="the configuration of hf does not hold it"):
+        read_back(llama, "hf", replace(stored, norms=other))
 
 
 def test_a_converted_model_is_evaluated_and_continues_a_text(llama, tmp_path, capsys):

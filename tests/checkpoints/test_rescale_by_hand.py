@@ -12,8 +12,9 @@ from tests.checkpoints.by_hand import TOKENS, FeedForward, Toy, anatomy_of_toy
 from torch import Tensor, nn
 
 from normstream.checkpoints.precise import difference, exact_answer
+from normstream.checkpoints.rescaling import check
 from normstream.checkpoints.rescaling.changes import EpsChange
-from normstream.checkpoints.rescaling.check import clamps_of, power_for
+from normstream.checkpoints.rescaling.check import Clamp, clamps_of, power_for
 from normstream.checkpoints.rescaling.plan import Planner
 from normstream.checkpoints.rescaling.rescale import apply, choose_power, rescale, set_eps
 from normstream.inspect.anatomy import Anatomy, Call, LayerSite, NormSite, StackAnatomy, Sublayer
@@ -160,6 +161,8 @@ def test_power_from_the_stream() -> None:
 def test_nothing_to_do() -> None:
     with pytest.raises(ValueError, match="nothing to do"):
         rescale(Toy(), TOKENS, anatomy=anatomy_of_toy(), per_norm_eps=True)
+    with pytest.raises(ValueError, match="nothing to do"):
+        choose_power(0.0, 16)
 
 
 def test_stream_that_overflows_already() -> None:
@@ -177,6 +180,15 @@ def test_clamp_on_the_stream() -> None:
         assert len(clamps_of(model, TOKENS)) == 2
         with pytest.raises(ValueError, match="clamps values on the stream"):
             rescale(model, TOKENS, k=4, anatomy=anatomy_of_toy(), per_norm_eps=True)
+
+
+@pytest.mark.parametrize("ratio", [0.5, 0.5 + 1e-7])
+def test_clamp_when_the_stream_is_halved(ratio: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounding may leave a little more than a half."""
+    peaks = iter([[Clamp(8.0, False)], [Clamp(8.0 * ratio, False)]])
+    monkeypatch.setattr(check, "clamps_of", lambda *_: next(peaks))
+    with pytest.raises(ValueError, match="clamps values on the stream"):
+        check.refuse_clamps(Toy(), Toy(), TOKENS)
 
 
 def test_stream_that_starts_at_unit_length() -> None:

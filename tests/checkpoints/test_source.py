@@ -132,6 +132,18 @@ def test_tokenizer(llama: Path) -> None:
     assert any("tokenizer cannot be loaded" in note for note in broken.notes)
 
 
+def test_tokenizer_with_code_of_its_own_is_not_asked_about(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Left to itself, transformers asks at the terminal whether the code may run."""
+    own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    (llama / "tokenizer_config.json").write_text(json.dumps(own))
+    (llama / "vocab.txt").write_text("a")
+    (llama / "own.py").write_text("raise SystemExit('ran')")
+    monkeypatch.setattr("builtins.input", lambda question: "y")
+    loaded = load_source(llama)
+    assert loaded.tokenizer is None
+    assert any("contains custom code" in note for note in loaded.notes)
+
+
 def test_our_run_folder(tmp_path: Path) -> None:
     config = DecoderConfig(placement="siamese", vocab_size=64, n_layers=2, dim=16, n_heads=2, max_seq_len=128)
     model = DecoderLM(config)

@@ -11,11 +11,11 @@ from safetensors.torch import load_file
 
 from normstream.checkpoints import load_source
 from normstream.checkpoints.precise import answer, difference
-from normstream.checkpoints.save import file_tensors, save_model, stored_dtype
+from normstream.checkpoints.save import file_tensors, save_model
 from normstream.checkpoints.source import LoadedModel, quiet_transformers
 from normstream.checkpoints.surgery.commands import Denorm, Fold, Prune
 from normstream.checkpoints.surgery.denorm import DenormConfig
-from normstream.checkpoints.tensors import read_metadata, write_tensors
+from normstream.checkpoints.tensors import read_metadata, stored_dtype, write_tensors
 from normstream.inspect.inputs import make_inputs
 
 
@@ -103,6 +103,11 @@ def test_widest_dtype(tmp_path: Path) -> None:
     assert stored_dtype(tmp_path) == torch.float32
     write_tensors(tmp_path, {"a": torch.ones(1, dtype=torch.bfloat16), "i": torch.ones(1, dtype=torch.int64)})
     assert stored_dtype(tmp_path) == torch.bfloat16
+
+
+def test_dtype_that_holds_fp16_and_bfloat16(tmp_path: Path) -> None:
+    write_tensors(tmp_path, {"a": torch.ones(1, dtype=torch.bfloat16), "b": torch.ones(1, dtype=torch.float16)})
+    assert stored_dtype(tmp_path) == torch.float32
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral", "gemma2", "bert", "t5", "vit"])

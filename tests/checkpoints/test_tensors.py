@@ -114,7 +114,18 @@ def test_file_with_something_behind_it(tmp_path: Path) -> None:
         read_tensors(tmp_path)
 
 
-@pytest.mark.parametrize("header", [b"not json", b"[1]", b'{"a": {"dtype": "F32"}}', b'{"a": 1}'])
+BROKEN_HEADERS = [
+    b"not json",
+    b"[1]",
+    b'{"a": {"dtype": "F32"}}',
+    b'{"a": 1}',
+    b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, "x"]}}',
+    b'{"__metadata__": 1}',
+    b'{"a": ' + b"[" * 100_000,
+]
+
+
+@pytest.mark.parametrize("header", BROKEN_HEADERS)
 def test_broken_header(tmp_path: Path, header: bytes) -> None:
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
     with pytest.raises(ValueError, match="broken header"):

@@ -42,7 +42,8 @@ def check_config(
     _check_eps(file, raw, config_class(), notes)
     try:
         # AutoConfig sends a Mistral with layer_types to another class; it only reads files that state their type.
-        config = transformers.AutoConfig.from_pretrained(file) if is_typed else config_class.from_dict(raw)
+        read = transformers.AutoConfig.from_pretrained
+        config = read(file, trust_remote_code=False) if is_typed else config_class.from_dict(raw)
     except Exception as error:  # transformers validates with many kinds of exceptions
         reason = " ".join(str(error).split())
         raise ValueError(f"{file} is no valid config of a {raw['model_type']}: {reason}") from error

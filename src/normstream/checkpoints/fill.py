@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normstream.checkpoints.tensors import first_line
-
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+from normstream.checkpoints.tensors import FLOATS, first_line
+from normstream.names import shortened
 
 
 def fill_model(
@@ -34,14 +33,14 @@ def fill_model(
     """
     failures = []
     if broken := not_finite(tensors):
-        notes.append(f"not finite numbers: {_some(broken)}")
+        notes.append(f"not finite numbers: {shortened(broken)}")
     for kind in classes:
         shape = shape_of(kind, config)
         _check_dtypes(shape, tensors, folder)
         model, problems, left_over = _fill(kind, config, shape, tensors, options)
         if model is not None and not problems:
             if left_over:
-                notes.append(f"not part of {kind.__name__}: {_some(left_over)}")
+                notes.append(f"not part of {kind.__name__}: {shortened(left_over)}")
             return model
         failures.append(f"{folder} does not fit {kind.__name__}: {'; '.join(problems)}")
     raise ValueError(failures[-1])
@@ -80,18 +79,18 @@ def _fill(
         )
     except RuntimeError as error:  # experts are stacked as they are read, which fails without naming what is missing
         missing = sorted(_saved_names(shape) - tensors.keys())
-        return None, [f"missing {_some(missing)}" if missing else first_line(error)], []
+        return None, [f"missing {shortened(missing)}" if missing else first_line(error)], []
     unexpected = sorted(name for name in info["unexpected_keys"] if not _buffer(shape, name))
     inside = [name for name in unexpected if _belongs_inside(shape, name)]
     problems = []
     if info["missing_keys"]:
-        problems.append(f"missing {_some(sorted(info['missing_keys']))}")
+        problems.append(f"missing {shortened(sorted(info['missing_keys']))}")
     problems += [
         f"{name} is {tuple(found)} in the file and {tuple(expected)} in the model"
         for name, found, expected in sorted(info["mismatched_keys"])[:3]
     ]
     if inside:
-        problems.append(f"the config's model has no place for {_some(inside)}")
+        problems.append(f"the config's model has no place for {shortened(inside)}")
     return model, problems, unexpected
 
 
@@ -134,8 +133,3 @@ def _belongs_inside(shape: Any, name: str) -> bool:
         if paths and any(True for _ in modules.get(paths[-1], nn.Identity()).parameters(recurse=False)):
             return True
     return False
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from normstream.checkpoints.fill import not_finite
 from normstream.inspect.hooks import tensors_in
-from normstream.inspect.probing.subject import _make_eager as make_eager
+from normstream.inspect.probing.subject import make_eager
 
 
 class Float64(TorchFunctionMode):

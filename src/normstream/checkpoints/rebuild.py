@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from normstream.inspect.anatomy import NormFacts
 from normstream.inspect.probing.norm_facts import find_norms
+from normstream.lab.runner import is_out_of_memory
 
 SAME = 0.02
 """Largest relative difference between a measured number and the one in the config that it may come from."""
@@ -26,6 +27,10 @@ def rebuild(model: nn.Module, changes: Mapping[str, Any], tensors: Mapping[str, 
         model: a transformers model.
         changes: new values by key; a key inside another config or a dictionary has dots.
         tensors: the new model's tensors by name, where they are not all of ``model``'s.
+
+    Raises:
+        ValueError: if the model has no config of transformers. What the class says to a value that it does not take
+            is raised as it is.
     """
     from transformers.initialization import no_init_weights
 
@@ -40,9 +45,9 @@ def rebuild(model: nn.Module, changes: Mapping[str, Any], tensors: Mapping[str, 
         else:
             setattr(owner, name, value)
     with no_init_weights(), _default_dtype(next(model.parameters()).dtype):
-        new = type(model)(config)
+        new: Any = type(model)(config)
     new.load_state_dict(dict(model.state_dict() if tensors is None else tensors), assign=True)
-    new.tie_weights()  # type: ignore[operator]
+    new.tie_weights()
     return new.train(model.training)
 
 
@@ -86,7 +91,9 @@ def eps_of_config(
     for key, value in config_numbers(model, lambda x: any(is_same(x, eps) for eps in measured)).items():
         try:
             changed = find_norms(rebuild(model, {key: value / 4}), inputs)
-        except (TypeError, ValueError, RuntimeError):
+        except (TypeError, ValueError, RuntimeError) as error:
+            if is_out_of_memory(error):
+                raise
             continue  # a number of another kind that this class does not let go
         paths = {path for path, fact in changed.items() if _is_quartered(facts.get(path), fact)}
         if paths:

@@ -4,17 +4,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from normstream.checkpoints.fill import FLOATS
 from normstream.checkpoints.source import LoadedModel, quiet_transformers
 from normstream.checkpoints.tensors import (
     SHARD_BYTES,
     copy_side_files,
     new_folder,
-    read_tensors,
-    weight_files,
     write_tensors,
 )
 
@@ -61,20 +57,11 @@ def write_model(
             model.generation_config.save_pretrained(folder)
 
 
-def file_tensors(model: nn.Module) -> dict[str, Tensor]:
+def file_tensors(model: Any) -> dict[str, Tensor]:
     """The tensors of a model of transformers by the names that its files have, each tied one once."""
     from transformers.core_model_loading import revert_weight_conversion
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-    ignored: Any = getattr(model, "_keys_to_ignore_on_save", None) or ()
+    ignored = model._keys_to_ignore_on_save or ()
     tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in ignored}
-    tensors = remove_tied_weights_from_state_dict(tensors, model)  # type: ignore[arg-type]
-    return dict(revert_weight_conversion(model, tensors))  # type: ignore[arg-type]
-
-
-def stored_dtype(folder: Path) -> torch.dtype:
-    """The widest float dtype among a folder's tensors: a model in it loses nothing. float32 if there are no weights."""
-    if not weight_files(folder):
-        return torch.float32
-    found = {tensor.dtype for tensor in read_tensors(folder).values()}
-    return max((dtype for dtype in FLOATS if dtype in found), key=FLOATS.index, default=torch.float32)
+    return dict(revert_weight_conversion(model, remove_tied_weights_from_state_dict(tensors, model)))

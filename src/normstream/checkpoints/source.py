@@ -23,7 +23,7 @@ from torch import nn
 
 from normstream.checkpoints.config_check import check_config, model_classes
 from normstream.checkpoints.fill import fill_model, shape_of
-from normstream.checkpoints.tensors import first_line, read_tensors, weight_files
+from normstream.checkpoints.tensors import first_line, read_tensors, stored_dtype, weight_files
 from normstream.data.extras import import_extra
 from normstream.data.tokenizer import load_tokenizer
 from normstream.names import check_choice
@@ -69,7 +69,7 @@ def require_transformers() -> ModuleType:
 
 def load_source(
     source: str | Path,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = torch.float32,
     attention: Attention = "eager",
     seed: int = 0,
     trust_remote_code: bool = False,
@@ -82,7 +82,7 @@ def load_source(
 
     Args:
         source: see the module.
-        dtype: dtype of the model, whatever the files have.
+        dtype: dtype of the model; None takes one that holds all that the files have.
         attention: attention code of transformers; normstream's own models have one.
         seed: of the weights where they are drawn.
         trust_remote_code: whether Python files of the checkpoint may run.
@@ -96,21 +96,22 @@ def load_source(
     check_choice("attention", attention, Attention)
     path = Path(source).expanduser()
     if path.is_dir() and _is_run(path):
-        return _load_ours(path, str(source), dtype)
+        return _load_ours(path, str(source), dtype or torch.float32)
     require_transformers()
     folder, config_file = _locate(path, str(source), trust_remote_code)
     notes: list[str] = []
     with quiet_transformers():
         raw, config = check_config(config_file, trust_remote_code, model_type, notes)
         classes = model_classes(raw, config, folder, trust_remote_code)
-        options = {"dtype": dtype, "attn_implementation": attention}
         stored = folder if folder and _has_weights(folder) else None
+        dtype = dtype or (stored_dtype(stored) if stored else torch.float32)
+        options = {"dtype": dtype, "attn_implementation": attention}
         with _attention_errors(attention, classes):
             if stored:
                 model = fill_model(classes, config, read_tensors(stored), stored, options, notes)
             else:
                 model = _draw(classes[0], config, options, seed)
-        tokenizer = _tokenizer(folder, config, notes) if folder else None
+        tokenizer = _tokenizer(folder, config, trust_remote_code, notes) if folder else None
     weights = "checkpoint" if stored else "drawn"
     return LoadedModel(model.eval(), model.config, tokenizer, weights, str(source), False, folder, tuple(notes))
 
@@ -209,11 +210,13 @@ def _draw(kind: Any, config: Any, options: Mapping[str, Any], seed: int) -> nn.M
         return kind._from_config(config, **options)
 
 
-def _tokenizer(folder: Path, config: Any, notes: list[str]) -> Any:
+def _tokenizer(folder: Path, config: Any, trust_remote_code: bool, notes: list[str]) -> Any:
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         return None
+    tokenizers = require_transformers().AutoTokenizer
     try:
-        return require_transformers().AutoTokenizer.from_pretrained(folder, config=config)
+        # Said outright, since transformers would otherwise ask at the terminal whether a tokenizer's code may run.
+        return tokenizers.from_pretrained(folder, config=config, trust_remote_code=trust_remote_code)
     except Exception as error:  # each tokenizer fails in its own way; a model can be looked at without one
         notes.append(f"the tokenizer cannot be loaded: {first_line(error)}")
         return None

@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 
 import torch
@@ -31,6 +32,9 @@ STEMS = ("model.safetensors", "pytorch_model.bin")
 """Names of a whole file, in the order in which they are looked for; shards have an index, ``<name>.index.json``."""
 SHARD_BYTES = 5_000_000_000
 """Largest shard that is written, unless one tensor alone is larger."""
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+HEADER_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
+"""The dtypes of ``FLOATS`` in the words of safetensors."""
 SIDE_FILES = (".json", ".txt", ".model", ".jinja")
 """Suffixes of what lies beside the weights: tokenizer, vocabulary, generation settings."""
 
@@ -83,13 +87,12 @@ def read_header(path: Path) -> Header:
         text = file.read(length)
     try:
         entries = json.loads(text)
-        metadata = entries.pop("__metadata__", {})
-        ends = [entry["data_offsets"][1] for entry in entries.values()]
+        metadata = dict(entries.pop("__metadata__", {}))
+        expected = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
         shapes = {name: tuple(entry["shape"]) for name, entry in entries.items()}
         dtypes = {name: entry["dtype"] for name, entry in entries.items()}
-    except (UnicodeDecodeError, json.JSONDecodeError, AttributeError, TypeError, LookupError) as error:
+    except (ValueError, AttributeError, TypeError, LookupError, RecursionError) as error:
         raise ValueError(f"{path} has a broken header ({error}); fetch the file again") from error
-    expected = 8 + length + max(ends, default=0)
     if expected != size:
         what = "cut off" if size < expected else "longer than it should be"
         raise ValueError(f"{path} is {what}: {size:,} bytes, its header says {expected:,}; fetch the file again")
@@ -115,6 +118,20 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     if not is_safe:
         _check_shards(folder, {path: tuple(part) for path, part in parts.items()})
     return {name: tensor for part in parts.values() for name, tensor in part.items()}
+
+
+def stored_dtype(folder: Path) -> torch.dtype:
+    """The narrowest float dtype that holds all tensors of a folder exactly; float32 if there are no weights.
+
+    Of safetensors only the headers are read.
+    """
+    found: set[torch.dtype] = set()
+    for path in weight_files(folder):
+        if path.suffix == ".safetensors":
+            found |= {HEADER_DTYPES[name] for name in read_header(path).dtypes.values() if name in HEADER_DTYPES}
+        else:
+            found |= {tensor.dtype for tensor in read_tensors(path).values() if tensor.dtype in FLOATS}
+    return reduce(torch.promote_types, found) if found else torch.float32
 
 
 def read_metadata(folder: Path) -> dict[str, str]:

@@ -12,7 +12,7 @@ from tyro.conf import Positional, arg
 from normstream.checkpoints.source import Attention, load_source
 from normstream.checkpoints.tensors import new_folder, refuse_existing
 from normstream.inspect.inspection import Inspection
-from normstream.inspect.report.findings import short_name
+from normstream.inspect.paths import short_name
 from normstream.inspect.report.page import write_report
 from normstream.inspect.report.tables import show
 from normstream.inspect.run import TOKENS, inspect_model

@@ -1,4 +1,4 @@
-"""Paths of modules as they are shown: one for all layers, and in lines of a given width."""
+"""Names that are shown: of a model, and paths of its modules, one for all layers, in lines of a given width."""
 
 import re
 
@@ -6,6 +6,16 @@ from normstream.inspect.anatomy import NormSite, StackAnatomy
 
 INDEX = r"(?<![^.])\d+(?![^.])"
 """A member of a list, in a path."""
+
+
+def short_name(source: str) -> str:
+    """The last telling part of where a model came from, as part of a file name.
+
+    >>> short_name("org/Some-Model"), short_name("runs/train/"), short_name("minilm/model/config.json")
+    ('Some-Model', 'train', 'minilm')
+    """
+    parts = [part for part in source.split("/") if part not in ("", "model", "config.json")]
+    return re.sub(r"[^\w.-]+", "-", parts[-1] if parts else "model").strip("-.") or "model"
 
 
 def pattern(path: str, layer: str) -> str:

@@ -57,8 +57,9 @@ class Attempts:
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            lines = str(error).splitlines() or [type(error).__name__]
-            self.notes.append(f"no {what}: {lines[0]}")
+            # Only a ValueError is written to be read alone; "KeyError: 'x'" is a fault, and should look like one.
+            said = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            self.notes.append(f"no {what}: {next(iter(said.splitlines()), 'no reason given')}")
             return nothing
 
     def noted(self, what: str, measure: Callable[[], tuple[Result, tuple[str, ...]]], nothing: Result) -> Result:

@@ -11,6 +11,7 @@ from normstream.checkpoints.conversion.files import Opened, open_checkpoint, sav
 from normstream.checkpoints.conversion.gains import rounding
 from normstream.checkpoints.conversion.verify import logits_error, read_back
 from normstream.checkpoints.tensors import SHARD_BYTES, new_folder, refuse_existing
+from normstream.names import shortened
 from normstream.norms import Gain
 
 
@@ -103,10 +104,9 @@ def _summary(opened: Opened, written: Stored, to: Format, error: float | None, v
 
 def _notes(opened: Opened, written: Stored, to: Format, n_changed: int, worst: float) -> Iterator[str]:
     if left_out := opened.stored.left_out:
-        more = f" and {len(left_out) - 3} more" if len(left_out) > 3 else ""
-        yield f"left out, for it holds no weights or is equal to another tensor: {', '.join(left_out[:3])}{more}"
+        yield f"left out, for it holds no weights or is equal to another tensor: {shortened(left_out)}"
     if n_changed:
-        yield f"{n_changed} gains changed their convention and are float32; largest rounding error {worst:.1e}"
+        yield f"{n_changed} gains changed their convention, in float32 at least; largest rounding error {worst:.1e}"
     if to != "normstream":
         return
     if written.family.conventions is None:

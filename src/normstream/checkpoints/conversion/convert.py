@@ -24,7 +24,8 @@ from normstream.checkpoints.conversion.gains import check_gains, with_gain
 from normstream.checkpoints.conversion.roles import Role, shape_of, sizes
 from normstream.checkpoints.conversion.settings import Settings, check_ours, norm_of
 from normstream.checkpoints.conversion.stored import settle
-from normstream.checkpoints.fill import FLOATS, not_finite
+from normstream.checkpoints.fill import not_finite
+from normstream.checkpoints.tensors import FLOATS
 from normstream.names import check_choice, nearest
 from normstream.norms import Gain, NormConfig
 

@@ -18,15 +18,21 @@ TOLERANCE = 1e-4
 
 
 def read_back(folder: Path, name: Format, written: Stored) -> Stored:
-    """Reads a folder and compares every tensor with the one that was written, bit by bit.
+    """Reads a folder and compares every tensor and the eps and gain of every norm with what was written, exactly.
 
     Raises ValueError naming the role.
     """
     found = open_checkpoint(folder, name, written.family.name).stored
     wrong = [role for role, tensor in written.tensors.items() if not torch.equal(found.tensors[role], tensor)]
-    wrong += [role for role, norm in written.norms.items() if found.norms[role].gain != norm.gain]
     if wrong:
         raise ValueError(f"{wrong[0]} was not read back as it was written; the disk or the memory is faulty")
+    for role, norm in written.norms.items():
+        read = found.norms[role]
+        if (read.kind, read.gain, read.eps) != (norm.kind, norm.gain, norm.eps):
+            raise ValueError(
+                f"{role} is written as {norm.kind}, gain {norm.gain}, eps {norm.eps:g} but read as {read.kind}, gain "
+                f"{read.gain}, eps {read.eps:g}: the configuration of {name} does not hold it, so nothing was written"
+            )
     return found
 
 

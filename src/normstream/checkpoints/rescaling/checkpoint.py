@@ -11,9 +11,9 @@ from torch import nn
 from normstream.checkpoints.precise import answer, difference
 from normstream.checkpoints.rescaling.report import RescaleReport
 from normstream.checkpoints.rescaling.rescale import HEADROOM, MARK, TOLERANCE, Rescaled, check_numbers, rescale
-from normstream.checkpoints.save import stored_dtype, write_model
+from normstream.checkpoints.save import write_model
 from normstream.checkpoints.source import Attention, LoadedModel, load_source, quiet_transformers
-from normstream.checkpoints.tensors import new_folder, read_metadata, refuse_existing, weight_files
+from normstream.checkpoints.tensors import new_folder, read_metadata, refuse_existing, stored_dtype, weight_files
 from normstream.inspect.inputs import make_inputs
 from normstream.training.files import read_json, write_json
 
@@ -100,10 +100,10 @@ def _store_in(model: nn.Module, dtype: torch.dtype) -> bool:
 
 def _check_written(result: Rescaled, inputs: dict[str, Any], folder: Path, tolerance: float) -> None:
     """Loads a folder as anybody would; ValueError unless it computes the same."""
-    kind: Any = type(result.model)
-    attention = result.model.config._attn_implementation  # type: ignore[union-attr]
+    model: Any = result.model
+    kind, attention = type(model), model.config._attn_implementation
     written = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention).eval()
-    found = difference(answer(written, inputs), answer(result.model, inputs))
+    found = difference(answer(written, inputs), answer(model, inputs))
     if not found <= tolerance:
         raise ValueError(
             f"transformers loads the written model as another function (logits differ by {found:.1e} of the largest): "

@@ -12,7 +12,7 @@ from normstream.checkpoints.rescaling.checkpoint import rescale_checkpoint
 from normstream.checkpoints.rescaling.report import tables
 from normstream.checkpoints.rescaling.rescale import HEADROOM, TOLERANCE
 from normstream.checkpoints.source import Attention
-from normstream.inspect.report.findings import short_name
+from normstream.inspect.paths import short_name
 from normstream.inspect.text_option import given_text
 from normstream.lab.live import say
 

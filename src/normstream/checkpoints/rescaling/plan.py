@@ -14,7 +14,7 @@ The eps of every norm that reads the stream is multiplied by 4^-k. One number of
 inside branches change with it; ``N(2^-k x; 4^-k eps) = N(x; eps)`` keeps their output, and ``inner`` gives them 2^-k x.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from normstream.checkpoints.rescaling.stacked import reading_parameters, writing
 from normstream.checkpoints.rescaling.stream_start import multiplied, starting_modules
 from normstream.inspect.anatomy import Anatomy, Call, NormSite, Place, StackAnatomy, Sublayer
 from normstream.inspect.hooks import Changes, Recorder
+from normstream.names import shortened
 
 READS_STREAM = ("pre", "trunk", "final")
 """Places of norms whose input is the stream."""
@@ -317,12 +318,3 @@ def _is_bias(norm: nn.Module, parameter: nn.Parameter, site: NormSite) -> bool:
     """Whether a parameter is what a norm gives for zeros."""
     zeros = torch.zeros(1, 1, site.facts.features, dtype=parameter.dtype)
     return torch.equal(norm(zeros).detach().flatten(), parameter.detach().flatten())
-
-
-def shortened(names: Sequence[str]) -> str:
-    """The first names of many.
-
-    >>> shortened(["a", "b", "c", "d"])
-    'a, b, c ... (4)'
-    """
-    return ", ".join(names) if len(names) <= 3 else f"{', '.join(names[:3])} ... ({len(names)})"

@@ -155,7 +155,7 @@ def choose_power(peak: float, headroom: float) -> int:
     k = check.power_for(peak, headroom)
     if k == 0:
         raise ValueError(
-            f"nothing to do: the largest |h| is {peak:.4g}, {LARGEST / peak:.3g} times below 65,504; "
+            f"nothing to do: the largest |h| is {peak:.4g}, and {headroom:g} times that fits below 65,504; "
             "ask for more head-room, or give k"
         )
     return k

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 from tyro.conf import Positional, arg
 
-from normstream.checkpoints.save import save_model, stored_dtype
+from normstream.checkpoints.save import save_model
 from normstream.checkpoints.source import LoadedModel, load_source
 from normstream.checkpoints.surgery.denorm import DenormConfig, DenormReport, DenormStep, denorm
 from normstream.checkpoints.surgery.fold import FoldReport, fold
@@ -19,7 +19,7 @@ from normstream.checkpoints.surgery.prune import PruneReport, prune
 from normstream.checkpoints.tensors import refuse_existing
 from normstream.data import DataConfig, load_data
 from normstream.inspect.inputs import make_inputs
-from normstream.inspect.paths import INDEX
+from normstream.inspect.paths import INDEX, short_name
 from normstream.inspect.text_option import given_text
 from normstream.lab.live import say
 
@@ -131,7 +131,7 @@ class Denorm:
 
 def _folder(out: Path | None, verb: str, source: str) -> Path:
     """Where to write; ValueError if it exists, before anything is read."""
-    folder = out or Path("runs") / f"{verb}-{Path(source).expanduser().resolve().name}"
+    folder = out or Path("runs") / f"{verb}-{short_name(source)}"
     refuse_existing(folder)
     return folder
 
@@ -139,8 +139,7 @@ def _folder(out: Path | None, verb: str, source: str) -> Path:
 def _load(
     source: str, trust_remote_code: bool, model_type: str | None, dtype: torch.dtype | None = None
 ) -> LoadedModel:
-    """The model, by default in the widest dtype of its files."""
-    dtype = dtype or stored_dtype(Path(source).expanduser())
+    """The model, by default in a dtype that holds all that its folder stores."""
     loaded = load_source(source, dtype, trust_remote_code=trust_remote_code, model_type=model_type)
     if loaded.is_ours:
         raise ValueError(f"{source} is a run of normstream; this works on models of transformers")

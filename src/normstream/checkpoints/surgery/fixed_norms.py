@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from normstream.checkpoints.rescaling.feeders import linear_rows, make_bench
+from normstream.checkpoints.rescaling.feeders import linear_rows, make_bench, present
 from normstream.checkpoints.surgery.norm_readers import norm_parameters, readers_of
 from normstream.inspect.anatomy import Anatomy, NormFacts, NormSite, Sublayer
 from normstream.inspect.hooks import Recorder, Run
@@ -209,7 +209,6 @@ def _routes_of(
         return {"qk": None}
     if values.rows is None:
         return {"v": None}
-    output = run.output(source)
-    mask = torch.zeros(output.shape[-1], dtype=torch.bool)  # type: ignore[union-attr]
+    mask = torch.zeros(present(run.output(source), source).shape[-1], dtype=torch.bool)
     mask[list(values.rows)] = True
     return {"qk": ~mask, "v": mask}

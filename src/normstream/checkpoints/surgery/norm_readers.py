@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from normstream.checkpoints.rescaling.feeders import NEAR, is_matrix, near
+from normstream.checkpoints.rescaling.feeders import NEAR, is_matrix, near, present
 from normstream.checkpoints.rescaling.stacked import reading_parameters
 from normstream.inspect.hooks import Changes, Record, Recorder, Run
 
@@ -31,11 +31,11 @@ def norm_parameters(recorder: Recorder, record: Record) -> tuple[str | None, str
         ValueError: if the norm has other parameters than one gain and one bias.
     """
     module = recorder.modules[record.call.path]
+    output = present(record.output, record.call)
     gains, biases = [], []
     for name, parameter in module.named_parameters():
         with changed(parameter, torch.zeros_like(parameter)):
-            without: Tensor = recorder.replay(record).output(record.call)  # type: ignore[assignment]
-        output: Tensor = record.output  # type: ignore[assignment]
+            without = present(recorder.replay(record).output(record.call), record.call)
         is_added = (output - without - parameter).abs().max() <= NEAR * output.abs().max()
         (biases if is_added else gains).append(name)
     if len(gains) > 1 or len(biases) > 1:
@@ -64,8 +64,9 @@ def make_reader(recorder: Recorder, record: Record) -> Reader:
     module = recorder.modules[record.call.path]
     chosen = reading_parameters(recorder, record, module)
     names = {parameter: name for name, parameter in module.named_parameters()}
-    features = record.input.shape[-1]  # type: ignore[union-attr]
-    scale = torch.linspace(0.5, 2.0, features, dtype=record.input.dtype)  # type: ignore[union-attr]
+    given = present(record.input, record.call)
+    features = given.shape[-1]
+    scale = torch.linspace(0.5, 2.0, features, dtype=given.dtype)
     scaled = Changes(inputs={record.call: lambda given: given / scale})
     axes = [[axis for axis, size in enumerate(parameter.shape) if size == features] for parameter in chosen]
     for choice in itertools.product(*axes):

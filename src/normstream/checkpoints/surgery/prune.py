@@ -26,6 +26,7 @@ from normstream.inspect.inputs import make_inputs
 from normstream.inspect.measures.loss import loss_of
 from normstream.inspect.measures.statistics import angular_distance
 from normstream.inspect.probing.probe import anatomy_of
+from normstream.lab.runner import is_out_of_memory
 from normstream.names import nearest
 
 TOLERANCE = 1e-10
@@ -242,7 +243,9 @@ def _build(
     """The model that a changed config makes, holding the tensors; None if it is no model with so many layers."""
     try:
         shorter = rebuild(model, changes, tensors)
-        n_found = len(shorter.get_submodule(list_path))  # type: ignore[arg-type]
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError):
+        n_found = sum(1 for _ in shorter.get_submodule(list_path).children())
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        if is_out_of_memory(error):
+            raise
         return None  # a key of another kind that this class does not let go
     return shorter.eval() if n_found == n_layers else None

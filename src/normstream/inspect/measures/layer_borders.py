@@ -19,6 +19,7 @@ from normstream.inspect.anatomy import Anatomy, Call
 from normstream.inspect.hooks import tensors_in
 from normstream.inspect.measures.join_trace import KINDS
 from normstream.inspect.measures.streams import check_evaluating
+from normstream.models import DecoderLM
 
 LayerKey = tuple[str, int]
 """Name of a stack, and index of a layer in it."""
@@ -92,8 +93,6 @@ def check_model(model: nn.Module, anatomy: Anatomy | None) -> None:
 
     Without an anatomy it has to be a ``DecoderLM``.
     """
-    from normstream.models import DecoderLM
-
     check_evaluating(model)
     if anatomy is None and not isinstance(model, DecoderLM):
         raise ValueError(f"{type(model).__name__} is no DecoderLM of normstream: give its anatomy, anatomy_of(model)")

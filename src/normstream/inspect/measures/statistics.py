@@ -117,12 +117,14 @@ def growth_law(stack: str, stream: str, sizes: Sequence[float]) -> Growth:
     """The simplest law whose relative error is within a tenth of the best one's, or at most ``GOOD_FIT``.
 
     Constant and linear are fitted by least squares of the relative error, the exponential by those of the logarithm.
-    Sizes that are zero or not finite are left out.
+    Sizes that are zero or not finite are left out; ValueError if none is finite.
 
     >>> growth_law("main", "x", [1.0, 2.0, 4.0, 8.0]).law
     'exponential'
     """
     pairs = [(layer, size) for layer, size in enumerate(sizes) if 0 < size < math.inf]
+    if not any(map(math.isfinite, sizes)):
+        raise ValueError(f"stream {stream} of {stack} has no finite size: it overflows from the start")
     if not pairs:
         return Growth(stack, stream, "constant", (0.0,), dict.fromkeys(get_args(Law), 0.0), tuple(sizes))
     layers, values = np.array(pairs).T

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from normstream.inspect.anatomy import Anatomy
 from normstream.inspect.inspection import IdentityRow
+from normstream.inspect.measures.anatomy_trace import trace_calls
+from normstream.inspect.measures.join_trace import trace_joins
 from normstream.inspect.measures.streams import LayerTrace as LayerTrace
 from normstream.inspect.measures.streams import StackTrace as StackTrace
 from normstream.inspect.measures.streams import Streams as Streams
@@ -22,6 +24,8 @@ from normstream.inspect.measures.streams import Stretch as Stretch
 from normstream.inspect.measures.streams import SublayerTrace as SublayerTrace
 from normstream.inspect.measures.streams import Trace as Trace
 from normstream.inspect.measures.streams import check_evaluating
+from normstream.inspect.probing.probe import anatomy_of
+from normstream.models import DecoderLM
 
 TOLERANCE = 1e-5
 """Largest relative error of the identity, beside the rounding of the streams."""
@@ -46,22 +50,10 @@ def trace(model: nn.Module, inputs: dict[str, Any], anatomy: Anatomy | None = No
     >>> tuple(seen.named()["layers.1.mixer.update.x"].shape)
     (1, 3, 8)
     """
-    from normstream.models import DecoderLM
-
     check_evaluating(model)
     if isinstance(model, DecoderLM):
-        from normstream.inspect.measures.join_trace import trace_joins
-
         return trace_joins(model, inputs)
-    from normstream.inspect.measures.anatomy_trace import trace_calls
-
-    return trace_calls(model, inputs, anatomy or _probed(model, inputs))
-
-
-def _probed(model: nn.Module, inputs: dict[str, Any]) -> Anatomy:
-    from normstream.inspect.probing.probe import anatomy_of
-
-    return anatomy_of(model, inputs)
+    return trace_calls(model, inputs, anatomy or anatomy_of(model, inputs))
 
 
 @dataclass(frozen=True)

@@ -56,8 +56,9 @@ class _Counter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        if None not in self.stack and self.stack and _normalises(func, args, output):
-            self.counts[self.stack[-1]] += 1  # pyright: ignore[reportArgumentType]  # None was excluded
+        innermost = self.stack[-1] if self.stack else None
+        if innermost is not None and None not in self.stack and _normalises(func, args, output):
+            self.counts[innermost] += 1
         return output
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from normstream.inspect.anatomy import Gain, NormFacts
+from normstream.lab.runner import is_out_of_memory
 
 Cast = Literal["before_gain", "after_gain", "float32", "unknown"]
 LARGE = 2.0**10
@@ -185,7 +186,9 @@ def _measure(path: str, module: nn.Module, recorded: _Recorded) -> NormFacts | N
         bench = _Bench(module, recorded, ones=ones, dtype=torch.float64)
         try:
             norm = _find_norm(bench)
-        except (RuntimeError, TypeError, ValueError, IndexError):
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            if is_out_of_memory(error):
+                raise
             return None  # runs with nothing but the model's own values, so it is not y = G N(x) + b
         if norm is not None:
             return _facts(path, module, recorded, bench, norm)

@@ -45,7 +45,7 @@ def prepare(model: nn.Module, inputs: Mapping[str, Any], seed: int) -> Subject:
     it is zero: it may silence a whole branch, so it becomes one, and a note names those that would.
     """
     subject = copy.deepcopy(model).eval()
-    _make_eager(subject)
+    make_eager(subject)
     norms = find_norms(subject, inputs)
     subject = subject.float()
     matrices = {path for path, module in subject.named_modules() if _owns_matrix(module) and path not in norms}
@@ -123,7 +123,7 @@ def silenced(subject: Subject, real: Run, layers: list[list[Record]]) -> Iterato
                 parameter.copy_(values[key])
 
 
-def _make_eager(model: nn.Module) -> None:
+def make_eager(model: nn.Module) -> None:
     """Attention and experts in plain torch operations, and no cache, where the model has such settings."""
     for module in model.modules():
         config = getattr(module, "config", None)

@@ -1,10 +1,10 @@
 """What an inspection found, in a few sentences."""
 
-import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 
 from normstream.inspect.inspection import Growth, IdentityRow, Inspection, LayerRow
+from normstream.inspect.paths import short_name
 from normstream.inspect.report.wiring import normed_streams, ranges
 from normstream.lab.style import join_words, short
 
@@ -13,16 +13,6 @@ EXACT = 1e-4
 """Relative errors of the residual identity below this, or below twice that of the true updates, are rounding."""
 NOT_SHOWN = 0.01
 """With larger relative errors of the true updates nothing can be said about what is added."""
-
-
-def short_name(source: str) -> str:
-    """The last telling part of where a model came from, as part of a file name.
-
-    >>> short_name("org/Some-Model"), short_name("runs/train/"), short_name("minilm/model/config.json")
-    ('Some-Model', 'train', 'minilm')
-    """
-    parts = [part for part in source.split("/") if part not in ("", "model", "config.json")]
-    return re.sub(r"[^\w.-]+", "-", parts[-1] if parts else "model").strip("-.") or "model"
 
 
 def headline(inspection: Inspection) -> str:

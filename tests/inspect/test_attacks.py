@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.tiny_models import tiny_config
+from benchmarks.tiny_models import tiny_config, tiny_model
 from torch import Tensor, nn
 
 from normstream.cli import main
-from normstream.inspect import anatomy_of, make_inputs, trace
+from normstream.inspect import anatomy_of, inspect_model, make_inputs, trace
 from normstream.inspect.measures.attention_logits import attention_maxima
 from normstream.inspect.measures.drop import layer_drops, sublayer_drops
 from normstream.inspect.measures.gradients import gradient_norms
@@ -220,3 +220,14 @@ def test_a_model_without_layers_has_a_report(tmp_path: Path, capsys) -> None:
     main(["inspect", str(tmp_path / "none"), "--out", str(tmp_path / "out")])
     assert (tmp_path / "out" / "report.html").is_file()
     assert "the places of norms are unknown" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_model_of_ones_own_is_inspected_without_a_loader() -> None:
+    assert inspect_model(tiny_model("gemma2")).placement == {"main": "sandwich"}
+
+
+@pytest.mark.untyped
+def test_inputs_that_are_no_dictionary() -> None:
+    tokens: Any = torch.zeros(1, 3, dtype=torch.int64)
+    with pytest.raises(ValueError, match="inputs must be a dictionary"):
+        trace(tiny_model("gemma2"), tokens)

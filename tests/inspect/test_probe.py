@@ -393,3 +393,15 @@ def test_text_needs_a_tokenizer() -> None:
 def test_signature_that_says_nothing() -> None:
     with pytest.raises(ValueError, match="pass inputs"):
         make_inputs(nn.Bilinear(2, 3, 4))
+
+
+def test_readers_of_deep_post_norm_layers() -> None:
+    """Random Post-Norm layers make all tokens alike, and attention over equal values does not need its queries."""
+    from transformers import BertConfig, BertModel
+
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 128}
+    model = BertModel(BertConfig(**sizes, num_hidden_layers=12)).eval()
+    for layer in anatomy_of(model).stacks[0].layers:
+        names = [call.path.rpartition(".")[2] for call in layer.sublayers[0].readers]
+        assert names == ["query", "key", "value"], layer.index

@@ -215,7 +215,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 def refuse_existing(path: Path) -> None:
     """Raises ValueError if ``path`` exists, or a file stands where a folder above it would be."""
     if os.path.lexists(path):  # also a link that leads nowhere
-        raise ValueError(f"{path} exists already and is not overwritten; choose another folder")
+        raise ValueError(f"{path} exists already and is not overwritten; choose another folder with --out")
     above = next(parent for parent in path.absolute().parents if parent.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
         raise ValueError(f"{path} cannot be made: {above} is no folder that can be written to")

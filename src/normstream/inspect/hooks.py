@@ -31,14 +31,20 @@ class Changes:
     outputs: Mapping[Call, OutputChange] = field(default_factory=dict)
 
     def __or__(self, other: "Changes") -> "Changes":
-        """Both; where both change a call's output, the other one changes what this one made of it."""
-        outputs = dict(self.outputs)
+        """Both; where both change the same, the other one changes what this one made of it."""
+        inputs, outputs = dict(self.inputs), dict(self.outputs)
+        for call, change in other.inputs.items():
+            inputs[call] = _composed(inputs[call], change) if call in inputs else change
         for call, change in other.outputs.items():
             outputs[call] = _chained(outputs[call], change) if call in outputs else change
-        return Changes({**self.inputs, **other.inputs}, outputs)
+        return Changes(inputs, outputs)
 
 
 NO_CHANGES = Changes()
+
+
+def _composed(first: InputChange, second: InputChange) -> InputChange:
+    return lambda given: second(first(given))
 
 
 def _chained(first: OutputChange, second: OutputChange) -> OutputChange:

@@ -8,6 +8,7 @@ from statistics import fmean
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from normstream import placements
 from normstream.__about__ import __version__
@@ -36,6 +37,7 @@ from normstream.inspect.probing.probe import anatomy_of
 from normstream.inspect.report.own_wiring import own_wiring
 from normstream.inspect.report.wiring import Wiring, wirings
 from normstream.lab.runner import is_out_of_memory
+from normstream.models import DecoderLM
 
 TOKENS = 61
 """Length of the sequence: prime, so that a token axis shows by its size."""
@@ -70,7 +72,7 @@ class Attempts:
 
 
 def inspect_model(
-    loaded: LoadedModel,
+    loaded: LoadedModel | nn.Module,
     text: str | None = None,
     n_tokens: int = TOKENS,
     seed: int = 0,
@@ -79,7 +81,7 @@ def inspect_model(
     """Where the norms of a model are, and what its residual streams do on a text.
 
     Args:
-        loaded: what ``normstream.checkpoints.load_source`` returns.
+        loaded: what ``normstream.checkpoints.load_source`` returns, or a model of your own.
         text: what the model reads, cut to ``n_tokens``; random tokens if None.
         n_tokens: length of the sequence; the nearest prime below it is taken.
         seed: of the random tokens, and of the probe's draws.
@@ -90,6 +92,9 @@ def inspect_model(
             note of the result.
     """
     begin = time.perf_counter()
+    if isinstance(loaded, nn.Module):
+        config, name = getattr(loaded, "config", None), type(loaded).__name__
+        loaded = LoadedModel(loaded, config, None, "checkpoint", name, isinstance(loaded, DecoderLM))
     model: Any = loaded.model
     attempts = Attempts(progress, list(loaded.notes))
     inputs = _inputs(loaded, text, n_tokens, seed)

@@ -150,14 +150,18 @@ def _load(
 
 
 def _fold_table(report: FoldReport) -> Table:
-    """One row for norms at the same place in every layer: * is an index."""
+    """One row for norms at the same place in every layer, whose index is a star."""
     rows = {norm.path: ", ".join(norm.readers) for norm in report.folded}
     rows |= {path: f"stays: {reason}" for path, reason in report.refused.items()}
     table = Table(Column("norm", overflow="fold"), "into", box=None)
-    starred = ((re.sub(INDEX, "*", path), re.sub(INDEX, "*", into)) for path, into in rows.items())
+    starred = ((re.sub(INDEX, "*", path, count=1), _starred(into)) for path, into in rows.items())
     for norm, into in dict.fromkeys(starred):
         table.add_row(escape(norm), escape(into), style="yellow" if into.startswith("stays: ") else None)
     return table
+
+
+def _starred(readers: str) -> str:
+    return ", ".join(re.sub(INDEX, "*", reader, count=1) for reader in readers.split(", "))
 
 
 def _influence_table(report: PruneReport) -> Table:

@@ -274,5 +274,10 @@ def _eps_keys(model: nn.Module, inputs: Mapping[str, Any], norms: FixableNorms) 
 
 def _check_vocabulary(model: Any, data: Data) -> None:
     size = model.get_input_embeddings().num_embeddings
+    longest = getattr(model.config, "max_position_embeddings", None)  # GPT-2's n_positions has this name too
+    if longest is not None and data.train.seq_len > longest:
+        raise ValueError(
+            f"sequences have {data.train.seq_len} tokens, the model takes {longest}; give a smaller seq_len"
+        )
     if data.vocab_size > size:
         raise ValueError(f"the tokenizer has {data.vocab_size} tokens, the model {size}; give the model's tokenizer")

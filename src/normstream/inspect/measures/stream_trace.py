@@ -40,8 +40,8 @@ def trace(model: nn.Module, inputs: dict[str, Any], anatomy: Anatomy | None = No
         anatomy: its wiring; probed with the same inputs if None.
 
     Raises:
-        ValueError: for a model in training mode, whose dropout adds what nobody can name; for one whose calls are not
-            those of the anatomy.
+        ValueError: for inputs that are no dictionary; for a model in training mode, whose dropout adds what nobody can
+            name; for one whose calls are not those of the anatomy.
 
     >>> import torch
     >>> from normstream.models import DecoderConfig, DecoderLM
@@ -50,6 +50,8 @@ def trace(model: nn.Module, inputs: dict[str, Any], anatomy: Anatomy | None = No
     >>> tuple(seen.named()["layers.1.mixer.update.x"].shape)
     (1, 3, 8)
     """
+    if not isinstance(inputs, dict):
+        raise ValueError(f"inputs must be a dictionary of keyword arguments, got a {type(inputs).__name__}")
     check_evaluating(model)
     if isinstance(model, DecoderLM):
         return trace_joins(model, inputs)

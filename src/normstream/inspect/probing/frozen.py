@@ -1,6 +1,9 @@
 """The frozen world: real weights, but every branch hands on the value it had, after its fresh value was read.
 
 Branches then cannot act on one another through the stream, so what moves a branch's fresh value acts on it directly.
+
+A layer is given noise besides the stream that it had: deep inside a random Post-Norm model all tokens are alike, and
+attention over equal values does not depend on its queries.
 """
 
 from collections.abc import Mapping
@@ -10,7 +13,7 @@ from functools import cached_property
 from normstream.inspect.anatomy import Call, Place, SublayerKind
 from normstream.inspect.hooks import Changes, Record, Recorder, Run
 from normstream.inspect.probing.silent import Branch, Port, constants, zeros
-from normstream.inspect.probing.tokens import Spread, at_token, count_moved, spread_of
+from normstream.inspect.probing.tokens import Spread, apart, at_token, count_moved, spread_of
 
 
 @dataclass
@@ -26,8 +29,12 @@ class FrozenLayer:
     runs: dict[Call, Run] = field(default_factory=dict)
 
     @cached_property
+    def _apart(self) -> Changes:
+        return self.entry.changed(apart)
+
+    @cached_property
     def base(self) -> Run:
-        return self.recorder.replay(self.record)
+        return self.recorder.replay(self.record, self._apart)
 
     @cached_property
     def _frozen(self) -> Changes:
@@ -35,7 +42,7 @@ class FrozenLayer:
 
     def run(self, changes: Changes) -> Run:
         """A run with frozen updates."""
-        return self.recorder.replay(self.record, changes | self._frozen)
+        return self.recorder.replay(self.record, self._apart | changes | self._frozen)
 
     @cached_property
     def from_input(self) -> Run:

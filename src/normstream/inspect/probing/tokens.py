@@ -31,8 +31,7 @@ def at_token(tensor: Tensor, lengths: Iterable[int]) -> Tensor:
 
     The token is an early one, since causal mixers only move later ones.
     """
-    noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1)).to(tensor.dtype)
-    noise = noise * tensor.square().mean().sqrt().clamp(min=1e-3)
+    noise = _noise(tensor, seed=1)
     axis = token_axis(tensor, lengths)
     if axis is None:
         return tensor + noise
@@ -40,6 +39,16 @@ def at_token(tensor: Tensor, lengths: Iterable[int]) -> Tensor:
     mask = torch.zeros(length, dtype=tensor.dtype)
     mask[length // 3] = 1
     return tensor + noise * mask.reshape([-1 if a == axis else 1 for a in range(tensor.ndim)])
+
+
+def apart(tensor: Tensor) -> Tensor:
+    """The tensor with noise of its own size everywhere, so that no two tokens are alike."""
+    return tensor + _noise(tensor, seed=2)
+
+
+def _noise(tensor: Tensor, seed: int) -> Tensor:
+    noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed)).to(tensor.dtype)
+    return noise * tensor.square().mean().sqrt().clamp(min=1e-3)
 
 
 def spread_of(before: Tensor | None, after: Tensor | None, lengths: Iterable[int]) -> Spread:

@@ -4,11 +4,11 @@ import io
 import math
 import re
 from dataclasses import replace
-from html.parser import HTMLParser
 from typing import Any
 
 import pytest
 from rich.console import Console
+from tests.html_page import Page
 
 from normstream.inspect.anatomy import Anatomy, Call, LayerSite, NormFacts, NormSite, StackAnatomy, Sublayer
 from normstream.inspect.inspection import (
@@ -98,32 +98,6 @@ def inspection(anatomy):
         wiring=wirings(anatomy),
         notes=("one thing could not be measured: a & b",),
     )
-
-
-class Page(HTMLParser):
-    """Collects start tags and checks that every element is closed."""
-
-    VOID = frozenset({"meta", "link", "br"})
-
-    def __init__(self, text):
-        super().__init__()
-        self.tags, self.open = [], []
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def having(self, attribute):
-        return [value for _, attributes in self.tags if (value := attributes.get(attribute)) is not None]
 
 
 @pytest.fixture(scope="module")

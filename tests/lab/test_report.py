@@ -1,11 +1,11 @@
 import re
 import shutil
 import subprocess
-from html.parser import HTMLParser
 from pathlib import Path
 
 import matplotlib as mpl
 import pytest
+from tests.html_page import Page
 
 from normstream.lab.conclusion import sentences
 from normstream.lab.report import render, write_report
@@ -15,33 +15,6 @@ PICTURES = (
     *("validation-loss", "loss-by-rate", "gradient-norm"),
     *("gradient-by-layer", "rms-by-layer", "stream-ratio"),
 )
-
-
-class Page(HTMLParser):
-    """Collects start tags and checks that every element is closed."""
-
-    VOID = frozenset({"meta", "link", "br"})
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.open: list[str] = []
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def having(self, attribute: str) -> list[str]:
-        return [value for _, attributes in self.tags if (value := attributes.get(attribute)) is not None]
 
 
 @pytest.fixture(scope="module")

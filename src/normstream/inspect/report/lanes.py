@@ -216,4 +216,5 @@ def norm_on_stream(pen: Pen, mark: Mark, y: float, x: float) -> float:
 
 
 def name_width(name: str) -> float:
+    """Width of a module's name in its lines."""
     return max(text_width(line, NAME_SIZE) for line in wrap(name))

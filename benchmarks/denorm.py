@@ -26,7 +26,7 @@ from benchmarks.results import RESULTS
 from normstream.checkpoints.surgery.denorm import DenormConfig, denorm
 from normstream.data import Data, DataConfig, Loader, load_data
 from normstream.optim import OptimizerConfig, ScheduleConfig, build_optimizer, learning_rate
-from normstream.training.evaluate import count_targets, loss_sum
+from normstream.tasks.losses import loss_sum
 from normstream.training.files import write_json
 
 Family = Literal["gpt2", "llama"]
@@ -119,7 +119,7 @@ def train(model: nn.Module, data: Data, settings: Settings, seed: int) -> None:
             group["lr"] = learning_rate(schedule, settings.lr, step + 1, settings.steps)
         batch = loader.batch(step)
         logits = model(input_ids=batch.inputs_BT, use_cache=False).logits
-        (loss_sum(logits, batch.targets_BT) / count_targets(batch)).backward()
+        (loss_sum(logits, batch.targets_BT) / batch.n_targets).backward()
         nn.utils.clip_grad_norm_(model.parameters(), settings.denorm.clip)
         optimizer.step()
         optimizer.zero_grad()

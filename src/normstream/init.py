@@ -43,15 +43,16 @@ import torch
 from torch import Tensor, nn
 
 from normstream.layers import LatentAttention
-from normstream.models import DecoderLM
-from normstream.placements import InitScheme, Placement, Stack
+from normstream.layers.expert_linear import ExpertLinear
+from normstream.models import build_model, trunks
+from normstream.models.roles import StartRole
+from normstream.placements import InitScheme, Placement, Stack, get
 from normstream.placements.deepnorm import beta
 from normstream.placements.sub_ln import gamma
 
-Role = Literal["vocabulary", "positions", "query_key", "value", "output", "ffn_in"]
 Draw = Literal["normal", "cut", "uniform"]
-Matrices = nn.Linear | nn.Embedding
-Part = tuple[Role, Tensor]
+Matrices = nn.Linear | nn.Embedding | ExpertLinear
+Part = tuple[StartRole, Tensor]
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,9 @@ class Matrix:
     0.0441942
     """
 
-    role: Role
-    """vocabulary: embedding or head; output: writes to the streams; query_key: those two and any other matrix."""
+    role: StartRole
+    """vocabulary: embedding or head; output: writes to the streams; query_key: those two and any other matrix; zero:
+    starts at 0, unit with standard deviation 1, under every scheme."""
     fan_in: int
     """Number of inputs."""
     fan_out: int
@@ -83,7 +85,8 @@ class Matrix:
 
     def std(self, scheme: InitScheme) -> float:
         """Its standard deviation at the start."""
-        return getattr(SCHEMES[scheme], self.role)(self)
+        fixed = {"zero": 0.0, "unit": 1.0}
+        return fixed[self.role] if self.role in fixed else getattr(SCHEMES[scheme], self.role)(self)
 
 
 # The entries of the table above, by the names that SCHEMES has for them.
@@ -188,23 +191,24 @@ class Block(NamedTuple):
 
 
 @torch.no_grad()
-def initialize(model: DecoderLM, seed: int) -> None:
-    """Sets every parameter of ``model`` by its scheme, in place.
+def initialize(model: Any, seed: int) -> None:
+    """Sets every parameter of a model of any kind by its scheme, in place.
 
     The scheme is that of ``model.config.init`` or, block by block, of the placement.
 
-    >>> from normstream.models import DecoderConfig
+    >>> from normstream.models import DecoderConfig, DecoderLM
     >>> model = DecoderLM(DecoderConfig(placement="pre", dim=8, n_layers=1, n_heads=2))
     >>> initialize(model, seed=0)
     >>> round(model.tok_embeddings.weight.std().item() / (2 / (5 * 8)) ** 0.5, 1)
     1.0
     """
     model.tie()
-    blocks = logical_blocks(model)
+    blocks, done = logical_blocks(model), set[Tensor]()
     for name, module in model.named_modules():
         if isinstance(module, Matrices):
-            if not (model.config.tied and module is model.lm_head):
+            if module.weight not in done:  # a tied one is set under its first name
                 _set(module.weight, _draw(module.weight.shape, blocks[module], f"{seed}:{name}.weight"))
+                done.add(module.weight)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 _start_bias(module.bias, blocks[module], f"{seed}:{name}.bias")
         elif hasattr(module, "reset_parameters"):
@@ -212,44 +216,38 @@ def initialize(model: DecoderLM, seed: int) -> None:
     _after_step(model, seed)
 
 
-def logical_blocks(model: DecoderLM) -> dict[Matrices, list[Block]]:
-    """For each Linear and Embedding of the model its rows, logical matrix by logical matrix.
+def logical_blocks(model: Any) -> dict[Matrices, list[Block]]:
+    """For each Linear, Embedding and set of experts of the model its rows, logical matrix by logical matrix.
 
-    >>> from normstream.models import DecoderConfig
+    >>> from normstream.models import DecoderConfig, DecoderLM
     >>> model = DecoderLM(DecoderConfig(placement="pre", dim=8, n_layers=1, n_heads=2))
     >>> logical_blocks(model)[model.layers[0].attention.wv][0].matrix.role
     'value'
     """
     config = model.config
-    shared = {
-        "dim": config.dim,
-        "n_layers": config.n_layers,
-        "init_std": config.resolved_init_std,
-        "stack": model.stack,
-    }
 
     def blocks_of(module: Matrices, parts: list[Part], placement: Placement, **place: Any) -> list[Block]:
         scheme = placement.init if config.init == "placement" else config.init
-        fan_in = module.weight.shape[1]
-        return [Block(scheme, Matrix(role, fan_in, len(rows), **shared, **place), rows) for role, rows in parts]
+        *_, n_rows, fan_in = module.weight.shape
+        sizes = {"dim": config.dim, "init_std": config.resolved_init_std}
+        fans_out = [n_rows if isinstance(module, ExpertLinear) else len(rows) for _, rows in parts]
+        return [
+            Block(scheme, Matrix(role, fan_in, fan_out, **sizes, **place), rows)
+            for (role, rows), fan_out in zip(parts, fans_out, strict=True)
+        ]
 
-    outside: dict[nn.Module | None, Role] = {
-        model.tok_embeddings: "vocabulary",
-        model.lm_head: "vocabulary",
-        model.pos_embeddings: "positions",
-    }
+    placement, roles, stacks = get(config.placement), model.start_roles(), list(trunks(model).values())
+    outside = {"n_layers": len(stacks[0].layers), "stack": stacks[0].stack}
     blocks = {
-        module: blocks_of(module, [(outside.get(module, "query_key"), _all_rows(module))], model.placement)
+        module: blocks_of(module, [(roles.get(module, "query_key"), _all_rows(module))], placement, **outside)
         for module in model.modules()
         if isinstance(module, Matrices)
     }
-    for index, layer in enumerate(model.layers):
-        for kind, sublayer in _sublayers(layer):
-            place = {"layer": index, "cross": kind == "cross_attention"}
-            for name, module in sublayer.named_children():
-                if isinstance(module, nn.Linear):
-                    parts = _parts(sublayer, name, module)
-                    blocks[module] = blocks_of(module, parts, model.placement.at(index), **place)
+    for trunk in stacks:
+        for index, layer in enumerate(trunk.layers):
+            for owner, name, module, cross in _matrices(layer):
+                place = {"layer": index, "cross": cross, "n_layers": len(trunk.layers), "stack": trunk.stack}
+                blocks[module] = blocks_of(module, _parts(owner, name, module), placement.at(index), **place)
     return blocks
 
 
@@ -257,29 +255,30 @@ def _all_rows(module: Matrices) -> Tensor:
     return torch.arange(module.weight.shape[0], device="cpu")
 
 
-def _sublayers(layer: Any) -> Iterator[tuple[str, nn.Module]]:
-    for kind in layer.kinds:
-        sublayer = getattr(layer, kind)
-        if kind == "parallel":
-            yield from ((branch, getattr(sublayer, branch)) for branch in sublayer.kinds)
-        else:
-            yield kind, sublayer
+def _matrices(layer: Any) -> Iterator[tuple[nn.Module, str, Matrices, bool]]:
+    """The matrices in a block's sublayers: their owner, their name there, and whether it is cross-attention."""
+    for path, owner in layer.named_modules():
+        if hasattr(owner, "branch_outputs"):
+            for name, module in owner.named_children():
+                if isinstance(module, Matrices):
+                    yield owner, name, module, "cross_attention" in path.split(".")
 
 
-def _parts(sublayer: nn.Module, name: str, linear: nn.Linear) -> list[Part]:
+def _parts(owner: nn.Module, name: str, module: Matrices) -> list[Part]:
     """The logical matrices in one of a sublayer's matrices, each with its rows."""
-    rows = _all_rows(linear)
-    if isinstance(sublayer, LatentAttention):
-        sizes = sublayer.sizes
+    rows = _all_rows(module)
+    if isinstance(owner, LatentAttention):
+        sizes = owner.sizes
         if name == "wkv_up":
             of_value = rows % (sizes.nope_head_dim + sizes.v_head_dim) >= sizes.nope_head_dim
             return [("query_key", rows[~of_value]), ("value", rows[of_value])]
         if name == "wkv_down":
             return [("query_key", rows[: sizes.kv_rank]), ("query_key", rows[sizes.kv_rank :])]
-    is_output = name in getattr(sublayer, "branch_outputs", ())
-    values: tuple[str, ...] | None = getattr(sublayer, "value_matrices", None)
-    if is_output:
-        return [("output", rows)]
+    roles: dict[str, StartRole] = {name: "zero" for name in getattr(owner, "zero_matrices", ())}
+    roles |= {name: "output" for name in getattr(owner, "branch_outputs", ())}
+    if name in roles:
+        return [(roles[name], rows)]
+    values: tuple[str, ...] | None = getattr(owner, "value_matrices", None)
     if values is None:
         return [("ffn_in", rows)]
     return [("value" if name in values else "query_key", rows)]
@@ -293,9 +292,11 @@ def _draw(shape: torch.Size, blocks: list[Block], stream: str) -> Tensor:
     for scheme, matrix, rows in blocks:
         std, draw = matrix.std(scheme), SCHEMES[scheme].draw
         part = torch.empty(len(rows), *shape[1:], dtype=torch.float32, device="cpu")
-        if draw == "cut":
+        if matrix.role == "zero":
+            part.zero_()
+        elif draw == "cut":
             nn.init.trunc_normal_(part, 0.0, std, -3 * std, 3 * std, generator=generator)
-        elif draw == "uniform" and matrix.role not in ("vocabulary", "positions"):
+        elif draw == "uniform" and matrix.role not in ("vocabulary", "positions", "unit"):
             part.uniform_(-math.sqrt(3) * std, math.sqrt(3) * std, generator=generator)
         else:
             part.normal_(0.0, std, generator=generator)
@@ -306,7 +307,7 @@ def _draw(shape: torch.Size, blocks: list[Block], stream: str) -> Tensor:
 def _start_bias(bias: Tensor, blocks: list[Block], stream: str) -> None:
     """Uniform like the weight where torch's own start of a Linear is wanted, else 0."""
     scheme, matrix, _ = blocks[0]
-    if SCHEMES[scheme].draw == "uniform" and matrix.role != "vocabulary":
+    if SCHEMES[scheme].draw == "uniform" and matrix.role not in ("vocabulary", "zero"):
         _set(bias, _draw(bias.shape, blocks, stream))
     else:
         bias.zero_()
@@ -328,16 +329,17 @@ def _reset(module: Any) -> None:
         _set(parameter, getattr(whole, name))
 
 
-def _after_step(model: DecoderLM, seed: int) -> None:
+def _after_step(model: Any, seed: int) -> None:
     """The placement's hook; with shards on a whole model, since sums over shards round differently."""
-    has_hook = type(model.placement).after_step is not Placement.after_step
+    placement = get(model.config.placement)
+    has_hook = type(placement).after_step is not Placement.after_step
     if has_hook and any(map(_is_sharded, model.parameters())):
-        whole = DecoderLM(model.config)
+        whole = build_model(model.config)
         initialize(whole, seed)
         for name, parameter in model.named_parameters():
             _set(parameter, whole.get_parameter(name))
     else:
-        model.placement.after_step(model)
+        placement.after_step(model)
 
 
 def _is_sharded(parameter: Tensor) -> bool:

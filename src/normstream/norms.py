@@ -40,6 +40,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from normstream.checks import check_types
 from normstream.gain_norm import CastOrder as CastOrder
 from normstream.gain_norm import Gain as Gain
 from normstream.gain_norm import GainNorm, check_eps, check_gain_init, check_width, precise_dtype
@@ -256,6 +257,7 @@ class NormConfig:
     """Whether pb_relax divides by the largest magnitude of the token or of the whole tensor."""
 
     def __post_init__(self) -> None:
+        check_types(self, "norm.")
         check_choice("norm.kind", self.kind, Kind)
         check_choice("norm.gain", self.gain, Gain)
         check_choice("norm.cast", self.cast, CastOrder)

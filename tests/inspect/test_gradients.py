@@ -59,9 +59,9 @@ def test_the_gradient_of_two_streams_is_that_of_their_state() -> None:
 
     (context,) = model._contexts(torch.arange(7)[None], None, 7, None).values()
     state, z = model.before_layers((), model.tok_embeddings(tokens))
-    state, z = model.layers[0](state, z, context)
+    state, z, _ = model.layers[0](state, z, context)
     leaves: Any = tuple(stream.detach().requires_grad_() for stream in state)
-    _, z = model.layers[1](leaves, model.layers[0].after_feed_forward.read(leaves)[1], context)
+    _, z, _ = model.layers[1](leaves, model.layers[0].after_feed_forward.read(leaves)[1], context)
     loss = torch.nn.functional.cross_entropy(model.lm_head(z)[0, :-1], tokens[0, 1:])
     gradients: tuple[Tensor, ...] = torch.autograd.grad(loss, leaves)
     norms = [gradient.norm().item() for gradient in gradients]

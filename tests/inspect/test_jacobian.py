@@ -66,7 +66,7 @@ def test_the_distance_of_a_two_stream_layer_is_that_of_its_whole_jacobian() -> N
 
     def layer(flat: Tensor) -> Tensor:
         streams = tuple(flat.view(2, 1, 3, 8))
-        after, _ = model.layers[0](streams, first.read(streams)[1], context)
+        after, *_ = model.layers[0](streams, first.read(streams)[1], context)
         return torch.stack(after).flatten()
 
     jacobian: Any = torch.autograd.functional.jacobian(layer, torch.stack(state).flatten().detach())

@@ -83,7 +83,7 @@ def test_two_streams_are_read_together_and_each_alone() -> None:
     rows, _ = logit_lens(model, {"tokens_BT": tokens}, None)
     (context,) = model._contexts(torch.arange(7)[None], None, 7, None).values()
     state, z = model.before_layers((), model.tok_embeddings(tokens))
-    (x, y), z = model.layers[0](state, z, context)
+    (x, y), z, _ = model.layers[0](state, z, context)
     read: Any = model.layers[1].after_feed_forward.read
     together = x + read.norm_y(y)
     lenses = [model.lm_head(read.norm_in(z))[0, :-1] for z in (together, x, read.norm_y(y))]

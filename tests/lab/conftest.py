@@ -29,6 +29,7 @@ def curve(final: float | None, steps: int, seed: int) -> dict:
         "grad_norm": [0.4 + 2 * math.exp(-step / 30) + 0.1 * math.sin(5 * step + seed) for step in train_steps],
         "val_step": val_steps,
         "val_loss": [*(loss(step) for step in val_steps[:-1]), final],
+        "val_metrics": {},
     }
 
 
@@ -50,7 +51,8 @@ def made_up_run(placement: str, lr: float, seed: int, val_loss: float | None, n_
         "collapsed": val_loss is not None and val_loss > UNIGRAM_LOSS - 0.05,
         "diverged_step": None,
         "cause": None,
-        "unigram_loss": UNIGRAM_LOSS,
+        "baseline_loss": UNIGRAM_LOSS,
+        "metrics": {},
         "spikes": seed % 2,
         "max_grad_norm": 2.4 + seed,
         "tokens_per_second": 21_500.0 - 900 * len(streams),
@@ -68,7 +70,8 @@ def made_up(losses: Mapping[tuple[str, float], Sequence[float | None]] = SIAMESE
     """A summary as compare writes it, but with the final validation losses (one for each seed) that a test wants."""
     runs = [made_up_run(p, lr, seed, loss) for (p, lr), values in losses.items() for seed, loss in enumerate(values)]
     return {
-        "format": 1,
+        "format": 2,
+        "task": "lm",
         "created": "2026-01-31T12:00:00+00:00",
         "command": "normstream compare",
         "normstream": "0.1.0",
@@ -77,8 +80,9 @@ def made_up(losses: Mapping[tuple[str, float], Sequence[float | None]] = SIAMESE
             "source": "stdlib",
             "corpus_hash": "0123456789abcdef" * 4,
             "tokenizer": "bytes",
-            "train_tokens": 17_345_678,
-            "unigram_loss": UNIGRAM_LOSS,
+            "unit": "tokens",
+            "train_size": 17_345_678,
+            "baseline_loss": UNIGRAM_LOSS,
         },
         "placements": list(dict.fromkeys(p for p, _ in losses)),
         "lrs": sorted({lr for _, lr in losses}),

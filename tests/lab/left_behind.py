@@ -13,7 +13,7 @@ from normstream.training import TrainConfig, config_from_yaml
 def main(config_file: str, *folders: str) -> None:
     config = config_from_yaml(Path(config_file).read_text(), TrainConfig)
     runs = [(number, config, Path(folder)) for number, folder in enumerate(folders)]
-    for _ in side_by_side(runs, config.data, jobs=len(folders)):
+    for _ in side_by_side(runs, config, jobs=len(folders)):
         pass
 
 

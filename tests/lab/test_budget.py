@@ -1,12 +1,14 @@
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from normstream.data import Data
 from normstream.lab import budget
 from normstream.lab.budget import Cost, choose_steps, parse_budget
 from normstream.training import TrainConfig
+
+NO_DATA: Any = SimpleNamespace(config=None, corpus_hash="", tokenizer=None, train=None, validation=None)
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("5m", 300), ("90s", 90), ("1h30m", 5400), ("1.5m", 90), ("45", 45)])
@@ -51,7 +53,7 @@ def test_measures_warm_steps_only(monkeypatch):
         return SimpleNamespace(steps=config.steps)
 
     monkeypatch.setattr(budget, "train", slow_train)
-    cost = budget.measure(TrainConfig(), Path(), data=Data.__new__(Data), clock=lambda: now)
+    cost = budget.measure(TrainConfig(), Path(), data=NO_DATA, clock=lambda: now)
     assert (cost.step, cost.evaluation) == (2.0, 3.0)
     assert cost.fixed == 7 + 48 + 5  # what the first step takes beyond 2 s is paid once in every run
 
@@ -60,4 +62,4 @@ def test_a_run_that_breaks_at_any_learning_rate_cannot_be_measured(monkeypatch):
     broken = SimpleNamespace(steps=1, cause="training loss is nan")
     monkeypatch.setattr(budget, "train", lambda *_, **__: broken)
     with pytest.raises(ValueError, match="cannot measure the speed of siamese: training loss is nan"):
-        budget.measure(TrainConfig(), Path(), data=Data.__new__(Data))
+        budget.measure(TrainConfig(), Path(), data=NO_DATA)

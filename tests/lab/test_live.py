@@ -10,11 +10,13 @@ from normstream.training import RunResult
 FINISHED = {
     "status": "finished", "steps": 10, "train_loss": 2.5, "best_val_loss": 2.4, "spikes": 1, "tokens_per_second": 900.0,
     "curve": {"grad_norm": [3.0]}, "diverged": False, "collapsed": False, "seconds": 20.0, "cause": None,
+    "metrics": {},
 }  # fmt: skip
 
 RESULT = RunResult(
     steps=10, train_loss=2.5, val_loss=2.4, best_val_loss=2.4, diverged=False, diverged_step=None, cause=None,
-    collapsed=True, unigram_loss=2.4, spikes=0, skipped=0, tokens_per_second=900.0, seconds=20.0, parameters=1,
+    collapsed=True, baseline_loss=2.4, metrics={"accuracy": 50.0},
+    spikes=0, skipped=0, tokens_per_second=900.0, seconds=20.0, parameters=1,
     non_embedding_parameters=1,
 )  # fmt: skip
 

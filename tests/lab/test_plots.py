@@ -7,7 +7,7 @@ from normstream.lab.style import COLOURS, GREY, SPARE_COLOURS, looks
 
 def one_line(*values: float) -> Lines:
     look = looks(["pre"])["pre"]
-    return {0.01: [Line(look, (dict(enumerate(values)),))]}
+    return {(0.01, ""): [Line(look, (dict(enumerate(values)),))]}
 
 
 def test_a_placement_has_one_colour_whatever_it_is_compared_with():
@@ -50,7 +50,7 @@ def test_limits_hold_everything_else():
 def test_loss_limits_show_the_ends_and_not_a_diverged_run(made_up_summary):
     runs = made_up_summary({("pre", 0.1): [2.0], ("post", 0.1): [40.0]})["runs"]
     runs[1]["diverged"] = True
-    low, high = loss_limits(runs, unigram_loss=3.0)
+    low, high = loss_limits(runs, baseline_loss=3.0)
     assert low < 2.0 < 3.0 < high < 4.0
 
 

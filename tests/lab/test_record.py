@@ -7,7 +7,8 @@ from normstream.training import RunFolder, RunResult
 
 RESULT = RunResult(
     steps=200, train_loss=7.0, val_loss=6.9, best_val_loss=3.0, diverged=True, diverged_step=90, cause="loss above",
-    collapsed=True, unigram_loss=3.2, spikes=0, skipped=0, tokens_per_second=1.0, seconds=1.0, parameters=1,
+    collapsed=True, baseline_loss=3.2, metrics={"accuracy": 50.0},
+    spikes=0, skipped=0, tokens_per_second=1.0, seconds=1.0, parameters=1,
     non_embedding_parameters=1,
 )  # fmt: skip
 

@@ -52,8 +52,8 @@ def test_a_failed_write_keeps_the_old_file(summary, tmp_path, monkeypatch):
 
 
 def test_refuses_another_format(tmp_path):
-    (tmp_path / "summary.json").write_text('{"format": 2}')
-    with pytest.raises(ValueError, match="format 2, expected 1"):
+    (tmp_path / "summary.json").write_text('{"format": 3}')
+    with pytest.raises(ValueError, match="format 3, expected 2"):
         read_summary(tmp_path / "summary.json")
 
 

@@ -68,7 +68,7 @@ def test_a_process_that_dies_takes_only_its_own_run_along(config, tmp_path):
             until(lambda: steps_done(tmp_path / "a"))
             os.kill(process_of(tmp_path / "a"), signal.SIGKILL)
 
-    ends, error = ends_of(side_by_side(runs, config.data, jobs=1), kill_the_first)
+    ends, error = ends_of(side_by_side(runs, config, jobs=1), kill_the_first)
     assert isinstance(error, ChildProcessError)
     assert "the process of 1 of the runs died; give the same command and --resume" in str(error)
     assert ends.pop(0) == {
@@ -90,7 +90,7 @@ def test_an_error_in_a_run_lets_the_others_save(config, tmp_path):
         if index == 1 and status is not None:
             until(lambda: steps_done(tmp_path / "a"))
 
-    ends, error = ends_of(side_by_side(runs, config.data, jobs=2), wait_for_the_first)
+    ends, error = ends_of(side_by_side(runs, config, jobs=2), wait_for_the_first)
     assert isinstance(error, ValueError)
     assert "b has no config.yaml, so it is no run folder" in str(error)
     assert ends == {0: {"status": "interrupted"}, 1: {}, 2: {"status": "interrupted"}}

@@ -18,6 +18,7 @@ last junction. An official name can be followed, in this order, by
 
     [0:32]   only these rows; [:,0:3] only these columns (axes of length 1 are dropped before)
     .T       transposed
+    .flat    all axes but the first as one (a convolution's weight, ours being that of a Linear)
     + 1      our parameter is the official one plus this number (codes that store a gain as its offset from 1)
 """
 
@@ -49,20 +50,22 @@ class Source(NamedTuple):
     name: str
     index: tuple[slice, ...]
     transpose: bool
+    flat: bool
     offset: float
 
     @staticmethod
     def parse(text: str) -> "Source":
-        match = re.fullmatch(r"(.+?)(?:\[([\d:,]+)\])?(\.T)?(?: \+ (\S+))?", text)
+        match = re.fullmatch(r"(.+?)(?:\[([\d:,]+)\])?(\.T)?(\.flat)?(?: \+ (\S+))?", text)
         assert match is not None, text
-        name, index, transpose, offset = match.groups()
+        name, index, transpose, flat, offset = match.groups()
         axes = [axis.split(":") for axis in (index or ":").split(",")]
         slices = tuple(slice(int(first or 0), int(last) if last else None) for first, last in axes)
-        return Source(name, slices, transpose is not None, float(offset or 0))
+        return Source(name, slices, transpose is not None, flat is not None, float(offset or 0))
 
     def part(self, official: Tensor) -> Tensor:
         """The part that is ours, without axes of length 1."""
         part = torch.atleast_1d(official.squeeze())[self.index]
+        part = part.flatten(1) if self.flat else part
         return (part.T if self.transpose else part).squeeze()
 
     def like(self, official: Tensor, ours: Tensor) -> Tensor:
@@ -113,7 +116,9 @@ class Case:
             used[source.name] += source.part(torch.arange(tensor.numel()).reshape(tensor.shape)).flatten().tolist()
         for name, entries in used.items():
             assert sorted(entries) == list(range(official[name].numel())), name
-        assert set(official) == set(self._group("grad.")) | set(self._facts()["no_gradient"])
+        facts = self._facts()
+        without = set(facts["no_gradient"] + facts.get("gradient_left_out_for_size", []))
+        assert set(official) == set(self._group("grad.")) | without
 
     def check_outputs(self) -> None:
         with torch.no_grad():
@@ -132,7 +137,7 @@ class Case:
         loss.backward()
         parameters, official = dict(self.model.named_parameters()), self._group("grad.")
         for name, source in self.sources.items():
-            if source.name in facts["no_gradient"]:
+            if source.name in facts["no_gradient"] + facts.get("gradient_left_out_for_size", []):
                 continue
             ours, wanted = parameters[name], official[source.name]
             grad = torch.zeros_like(ours) if ours.grad is None else ours.grad

@@ -1,23 +1,43 @@
-"""Post-pre SiameseNorm against numbers of its released DeiT code, with that model's own sublayers written here.
+"""Post-pre SiameseNorm in a vision Transformer, against numbers of its released DeiT code.
 
-The junctions come from the public placement name. Official code norms x lazily (at the start of the next sublayer),
-ours eagerly (at the end of the join): the official ``{l}.x`` is the input of our x norm.
+Official code norms x lazily (at the start of the next sublayer), ours eagerly (at the end of the join): the official
+``{l}.x`` is the input of our x norm.
 """
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
-from normstream import placements
-from normstream.norms import NormConfig
+from normstream.junctions import set_backend
+from normstream.models import ViT, ViTConfig
 
 FOLDER = Path(__file__).parents[1] / "golden"
 HEADS, N_LAYERS = 4, 3
+CONFIG = ViTConfig(
+    placement="siamese",
+    image_size=12,
+    patch_size=4,
+    channels=3,
+    n_classes=10,
+    dim=32,
+    n_layers=N_LAYERS,
+    n_heads=HEADS,
+    ffn_dim=64,
+)
+PLAIN = {
+    "token_embeddings.weight": "cls_token",
+    "pos_embeddings.weight": "pos_embed",
+    "patch_embeddings.projection.weight": "patch_embed.proj.weight",
+    "patch_embeddings.projection.bias": "patch_embed.proj.bias",
+    "head.weight": "head.weight",
+    "head.bias": "head.bias",
+}
+"""Our names of what is outside the blocks to the official ones."""
 
 
 def official_norm_names() -> list[dict[str, str]]:
@@ -36,101 +56,96 @@ def official_norm_names() -> list[dict[str, str]]:
     return [*row, {"join.norm_x": "pre_norm", "read.norm_y": "post_norm", "read.norm_in": "final_norm"}]
 
 
+def official_values(golden: dict[str, Tensor], kind: str) -> dict[str, Tensor]:
+    """Our parameters' names to official values (``param``) or gradients (``grad``); each official one is used once."""
+    left = {name.removeprefix(f"{kind}."): value for name, value in golden.items() if name.startswith(f"{kind}.")}
+    ours = {name: left.pop(official) for name, official in PLAIN.items()}
+    junctions = ["before_layers"]
+    for layer in range(N_LAYERS):
+        junctions += [f"layers.{layer}.after_attention", f"layers.{layer}.after_feed_forward"]
+    for part in ("weight", "bias"):
+        for junction, norms in zip(junctions, official_norm_names(), strict=True):
+            ours |= {f"{junction}.{norm}.{part}": left.pop(f"{name}.{part}") for norm, name in norms.items()}
+        for layer in range(N_LAYERS):
+            attention, block = f"layers.{layer}.attention", f"blocks.{layer}"
+            for matrix, rows in zip("qkv", left.pop(f"{block}.attn.qkv.{part}").chunk(3), strict=True):
+                ours[f"{attention}.w{matrix}.{part}"] = rows
+            ours[f"{attention}.wo.{part}"] = left.pop(f"{block}.attn.proj.{part}")
+            for matrix, official in (("w_up", "fc1"), ("w_down", "fc2")):
+                ours[f"layers.{layer}.feed_forward.{matrix}.{part}"] = left.pop(f"{block}.mlp.{official}.{part}")
+    assert not left, list(left)
+    return ours
+
+
 @pytest.fixture(scope="module")
 def golden() -> dict[str, Tensor]:
     return load_file(FOLDER / "siamese_deit.safetensors")
 
 
-@pytest.fixture(scope="module")
-def leaves(golden) -> dict[str, Tensor]:
-    """The official weights that are no norms of a stream; every norm of the file belongs to a junction."""
-    names = {name.removeprefix("param.") for name in golden if name.startswith("param.")}
-    return {n: golden[f"param.{n}"].clone().requires_grad_() for n in names if "norm" not in n}
+@pytest.fixture
+def model(golden: dict[str, Tensor]) -> ViT:
+    model = ViT(CONFIG).double()
+    values, parameters = official_values(golden, "param"), dict(model.named_parameters())
+    assert values.keys() == parameters.keys()
+    with torch.no_grad():
+        for name, value in values.items():
+            parameters[name].copy_(value.view_as(parameters[name]))
+    return model
 
 
-@pytest.fixture(scope="module")
-def row(golden) -> nn.ModuleList:
-    norm = NormConfig(kind="layer", eps=1e-6, bias=True)
-    row = nn.ModuleList(placements.get("siamese").junctions(dim=32, n_layers=N_LAYERS, norm=norm)).double()
-    ours, used = dict(row.named_parameters()), set()
-    for i, names in enumerate(official_norm_names()):
-        for our_name, official in names.items():
-            for part in ("weight", "bias"):
-                ours.pop(f"{i}.{our_name}.{part}").data.copy_(golden[f"param.{official}.{part}"])
-                used.add(f"param.{official}.{part}")
-    assert ours == {}, "every norm of the row is written once"
-    assert used == {name for name in golden if name.startswith("param.") and "norm" in name}, "each official norm once"
-    return row
+def close(got: Tensor, wanted: Tensor, name: str, tolerance: float = 1e-9) -> None:
+    torch.testing.assert_close(got, wanted, rtol=0, atol=tolerance, msg=lambda m: f"{name}: {m}")
 
 
-def attention(z: Tensor, w: dict[str, Tensor], layer: int) -> Tensor:
-    name, (batch, length, dim) = f"blocks.{layer}.attn", z.shape
-    qkv = F.linear(z, w[f"{name}.qkv.weight"], w[f"{name}.qkv.bias"])
-    q, k, v = qkv.view(batch, length, 3, HEADS, dim // HEADS).permute(2, 0, 3, 1, 4)
-    out = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, length, dim)
-    return F.linear(out, w[f"{name}.proj.weight"], w[f"{name}.proj.bias"])
+def test_every_inner_value(model: ViT, golden: dict[str, Tensor]) -> None:
+    seen: dict[str, Tensor] = {}
+
+    def keep_sublayer(layer: int, kind: str):
+        def hook(module, args, output):
+            seen[f"{layer}.{kind}_input"], seen[f"{layer}.{kind}_update"] = args[0], output
+
+        return hook
+
+    def keep_layer(layer: int):
+        return lambda module, args, output: seen.update({f"{layer}.y": output[0][1]})
+
+    def keep_x(layer: int):
+        return lambda module, args: seen.update({f"{layer}.x": args[0]})
+
+    blocks: Any = model.layers
+    for index, layer in enumerate(blocks):
+        layer.attention.register_forward_hook(keep_sublayer(index, "attn"))
+        layer.feed_forward.register_forward_hook(keep_sublayer(index, "ffn"))
+        layer.register_forward_hook(keep_layer(index))
+        layer.after_feed_forward.join.norm_x.register_forward_pre_hook(keep_x(index))
+    model.before_layers.register_forward_hook(lambda module, args, output: seen.update(embed=args[1]))
+    hidden = model.hidden(golden["input.image"])
+    for name, value in seen.items():
+        close(value, golden[f"hidden.{name}"], name)
+    assert {f"hidden.{name}" for name in seen} == {name for name in golden if name.startswith("hidden.")}
+    close(hidden, golden["output.final_hidden"], "final hidden")
 
 
-def feed_forward(z: Tensor, w: dict[str, Tensor], layer: int) -> Tensor:
-    name = f"blocks.{layer}.mlp"
-    hidden = F.gelu(F.linear(z, w[f"{name}.fc1.weight"], w[f"{name}.fc1.bias"]))
-    return F.linear(hidden, w[f"{name}.fc2.weight"], w[f"{name}.fc2.bias"])
+def largest(name: str, values: dict[str, Tensor]) -> float:
+    """The largest magnitude of the official tensor that a value is from; queries, keys and values share one."""
+    names = [name.replace(".wk.", f".w{matrix}.") for matrix in "qkv"] if ".wk." in name else [name]
+    return max(values[name].abs().max().item() for name in names)
 
 
-def assert_gradient(name: str, got: Tensor | None, wanted: Tensor) -> None:
-    assert got is not None, name
-    error = (got - wanted).abs().max().item()
-    assert error <= 1e-7 * wanted.abs().max().item(), f"{name}: {error}"
-
-
-def test_streams_and_inputs_from_recorded_updates(row, golden, run_row):
-    """The recorded undivided updates are replayed: only our junctions are between them and the recorded streams."""
-    before_norm: list[Tensor] = []
-    hooks = [
-        junction.join.norm_x.register_forward_pre_hook(lambda module, args: before_norm.append(args[0]))
-        for junction in row
-    ]
-    updates = [golden[f"hidden.{layer}.{kind}_update"] for layer in range(N_LAYERS) for kind in ("attn", "ffn")]
-    states, inputs = run_row(row, golden["hidden.embed"], [lambda z, o=o: o for o in updates])
-    for hook in hooks:
-        hook.remove()
-
-    def close(got: Tensor, name: str) -> None:
-        torch.testing.assert_close(got, golden[name], rtol=0, atol=1e-9, msg=lambda m: f"{name}: {m}")
-
-    for layer in range(N_LAYERS):
-        close(inputs[2 * layer], f"hidden.{layer}.attn_input")
-        close(inputs[2 * layer + 1], f"hidden.{layer}.ffn_input")
-        close(before_norm[2 * layer + 2], f"hidden.{layer}.x")
-        close(states[2 * layer + 2][1], f"hidden.{layer}.y")
-    close(inputs[-1], "output.final_hidden")
-
-
-def test_logits_and_every_gradient(row, leaves, golden, run_row):
+@pytest.mark.parametrize("backend", ["auto", "plain"])
+def test_logits_and_every_gradient(model: ViT, golden: dict[str, Tensor], backend: Any) -> None:
+    set_backend(model, backend)
     image = golden["input.image"].clone().requires_grad_()
-    patches = F.conv2d(image, leaves["patch_embed.proj.weight"], leaves["patch_embed.proj.bias"], stride=4)
-    tokens = torch.cat([leaves["cls_token"].expand(len(image), -1, -1), patches.flatten(2).transpose(1, 2)], dim=1)
-    sublayers = [
-        lambda z, f=f, layer=layer: f(z, leaves, layer) for layer in range(N_LAYERS) for f in (attention, feed_forward)
-    ]
-    _, inputs = run_row(row, tokens + leaves["pos_embed"], sublayers)
-    logits = F.linear(inputs[-1][:, 0], leaves["head.weight"], leaves["head.bias"])
-    torch.testing.assert_close(inputs[-1], golden["output.final_hidden"], rtol=0, atol=1e-9)
-    torch.testing.assert_close(logits, golden["output.logits"], rtol=0, atol=1e-9)
-
+    logits = model(image)
+    close(logits, golden["output.logits"], "logits")
     loss = (golden["loss.weight"] * logits).sum()
-    torch.testing.assert_close(loss, golden["loss.value"][0], rtol=0, atol=1e-9)
+    close(loss, golden["loss.value"][0], "loss")
     loss.backward()
-    checked = {"grad_input.image"}
-    assert_gradient("image", image.grad, golden["grad_input.image"])
-    for name, leaf in leaves.items():
-        assert_gradient(name, leaf.grad, golden[f"grad.{name}"])
-        checked.add(f"grad.{name}")
-    ours = dict(row.named_parameters())
-    for i, names in enumerate(official_norm_names()):
-        for our_name, official in names.items():
-            for part in ("weight", "bias"):
-                assert_gradient(official, ours[f"{i}.{our_name}.{part}"].grad, golden[f"grad.{official}.{part}"])
-                checked.add(f"grad.{official}.{part}")
-    assert checked == {name for name in golden if name.startswith("grad")}
+    wanted = official_values(golden, "grad") | {"image": golden["grad_input.image"]}
+    found = {name: p.grad for name, p in model.named_parameters()} | {"image": image.grad}
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        gradient = found[name]
+        assert gradient is not None, name
+        close(gradient, value.view_as(gradient), name, tolerance=1e-7 * largest(name, wanted))
     assert json.loads((FOLDER / "siamese_deit.json").read_text())["zero_gradient"] == []

@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from normstream import DecoderConfig, DecoderLM, initialize
 from normstream.data import Data
-from normstream.training import TrainConfig, chunked_loss, read_metrics, train
-from normstream.training.chunked_loss import head_loss
-from normstream.training.step import is_chunked
+from normstream.tasks import chunked_loss
+from normstream.tasks.chunked_loss import head_loss
+from normstream.training import TrainConfig, read_metrics, train
 
 Make = Callable[..., TrainConfig]
 VOCAB = 50
@@ -170,9 +170,9 @@ def test_who_takes_chunks(config: Make):
     """auto: CUDA and a large vocabulary."""
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     small, large = config(vocab_size=32_767), config(vocab_size=32_768)
-    assert [is_chunked(c, d) for c in (small, large) for d in (cpu, gpu)] == [False, False, False, True]
-    assert is_chunked(config(chunked_loss="always"), cpu)
-    assert not is_chunked(config(chunked_loss="never", vocab_size=50_000), gpu)
+    assert [c.is_chunked(d) for c in (small, large) for d in (cpu, gpu)] == [False, False, False, True]
+    assert config(chunked_loss="always").is_chunked(cpu)
+    assert not config(chunked_loss="never", vocab_size=50_000).is_chunked(gpu)
 
 
 @pytest.mark.parametrize("options", [{}, {"grad_accumulation": 2, "z_loss": 1e-3, "tied": True}, {"precision": "bf16"}])

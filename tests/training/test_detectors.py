@@ -3,7 +3,8 @@ import math
 import numpy as np
 import pytest
 
-from normstream.training.divergence import DivergenceDetector, collapsed, nonfinite_cause, unigram_loss
+from normstream.tasks.baseline import unigram_loss
+from normstream.training.divergence import DivergenceDetector, collapsed, nonfinite_cause
 from normstream.training.spikes import OLMO_CORE, SpikeCounter, SpikeRule, spike_score, stability_score
 
 

@@ -7,8 +7,9 @@ import torch.nn.functional as F
 
 from normstream import DecoderConfig, DecoderLM, initialize
 from normstream.data import Data, PackedTokens
+from normstream.tasks.losses import z_loss_sum
+from normstream.tasks.task import spread
 from normstream.training import evaluate
-from normstream.training.evaluate import eval_batches, z_loss_sum
 
 
 @pytest.fixture
@@ -49,14 +50,14 @@ def test_mode_is_restored_and_dropout_is_off(model: DecoderLM, data: Data):
 
 
 def test_batches_are_spread_over_the_text(data: Data):
-    batches = list(eval_batches(data.validation, batch_size=2, batches=3))
+    batches = list(spread(data.validation, batch_size=2, batches=3))
     n = len(data.validation)
     expected = torch.cat([data.validation.sample(i * n // 6).inputs_BT for i in range(6)])
     assert torch.equal(torch.cat([batch.inputs_BT for batch in batches]), expected)
 
 
 def test_text_without_a_sample(model: DecoderLM):
-    with pytest.raises(ValueError, match="shorter than one sample of 9"):
+    with pytest.raises(ValueError, match="no sample to evaluate on: the data, of size 5, holds less than one"):
         evaluate(model, PackedTokens(np.arange(5), seq_len=8, eot=256, n_bytes=5))
 
 
@@ -78,7 +79,7 @@ def test_batches_are_made_one_at_a_time(monkeypatch: pytest.MonkeyPatch):
     made: list[int] = []
     real = PackedTokens.batch
     monkeypatch.setattr(PackedTokens, "batch", lambda self, samples: made.append(len(samples)) or real(self, samples))
-    batches = eval_batches(PackedTokens(np.arange(81), seq_len=8, eot=256, n_bytes=81), batch_size=4, batches=None)
+    batches = spread(PackedTokens(np.arange(81), seq_len=8, eot=256, n_bytes=81), batch_size=4, batches=None)
     assert made == []
     next(batches)
     assert made == [4]

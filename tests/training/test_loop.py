@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from normstream import DecoderLM, initialize
+from normstream import initialize
 from normstream.data import Data, Loader
+from normstream.models import build_model
 from normstream.optim import ScheduleConfig
 from normstream.training import (
     TrainConfig,
@@ -34,7 +35,7 @@ def test_run_equals_a_loop_written_by_hand(config: Make, data: Data, tmp_path: P
     c = config(placement="pre", warmup=3, clip=0.5, final_fraction=0.0)
     result = train(c, tmp_path / "run", data=data)
 
-    model = DecoderLM(c.model)
+    model = build_model(c.model)
     initialize(model, c.seed)
     decayed = [p for name, p in model.named_parameters() if "norm" not in name and "embed" not in name]
     others = [p for name, p in model.named_parameters() if "norm" in name or "embed" in name]

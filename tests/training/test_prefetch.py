@@ -86,7 +86,7 @@ def until(condition: Callable[[], bool]) -> None:
 def broken(loader: Loader, step: int, *rest: int) -> Batch:
     if step == 7:
         raise OSError(5, "Input/output error", "shard_0.npy")
-    return loader.packed.batch(loader.samples(step))
+    return loader.data.batch(loader.samples(step))
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 4])
@@ -129,7 +129,7 @@ def test_a_signal_while_a_batch_is_waited_for(
         if step == 3:
             threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGTERM)).start()
             time.sleep(0.3)
-        return loader.packed.batch(loader.samples(step))
+        return loader.data.batch(loader.samples(step))
 
     monkeypatch.setattr(Loader, "batch", slow)
     with pytest.raises(Interrupted) as stopped:

@@ -319,7 +319,7 @@ def test_config_survives_a_kill_while_it_is_changed(
 def test_other_text_is_refused(config: Make, data: Data, tmp_path: Path):
     with pytest.raises(Interrupted):
         train(config(), tmp_path / "run", data=data, on_row=stop_at(3))
-    with pytest.raises(ValueError, match="the text has changed"):
+    with pytest.raises(ValueError, match="the data has changed"):
         train(config(), tmp_path / "run", data=replace(data, corpus_hash="0" * 64), resume=True)
 
 

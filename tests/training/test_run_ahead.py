@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from normstream import DecoderLM, initialize
-from normstream.data import Data, Loader
+from normstream import initialize
+from normstream.data import Data, Loader, load_data
+from normstream.models import build_model
 from normstream.optim import OptimizerConfig, QKClipConfig
+from normstream.tasks import get_task
 from normstream.training import Interrupted, TrainConfig, list_checkpoints, loop, read_checkpoint, read_metrics, train
 from normstream.training.step import Updater
 
@@ -24,9 +26,9 @@ AHEAD = partial(Updater, runs_ahead=True)
 
 
 def updater(config: TrainConfig, **options: Any) -> Updater:
-    model = DecoderLM(config.model)
+    model = build_model(config.model)
     initialize(model, seed=0)
-    return Updater(model, config, **options)
+    return Updater(model, config, get_task("lm")(config, load_data(config.data)), **options)
 
 
 def rows(run: Path) -> list[dict[str, Any]]:

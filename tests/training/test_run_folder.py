@@ -19,7 +19,8 @@ RESULT = RunResult(
     diverged_step=None,
     cause=None,
     collapsed=False,
-    unigram_loss=3.0,
+    baseline_loss=3.0,
+    metrics={},
     spikes=0,
     skipped=0,
     tokens_per_second=10.0,
@@ -53,6 +54,6 @@ def test_result_of_another_version(tmp_path: Path):
 
 def test_result_without_numbers_that_are_not_finite(tmp_path: Path):
     run = RunFolder(tmp_path)
-    run.write_result(replace(RESULT, train_loss=math.inf, unigram_loss=math.nan))
+    run.write_result(replace(RESULT, train_loss=math.inf, baseline_loss=math.nan))
     values = json.loads(run.result.read_text())
-    assert (values["train_loss"], values["unigram_loss"]) == (None, None)
+    assert (values["train_loss"], values["baseline_loss"]) == (None, None)

@@ -5,6 +5,8 @@ from typing import Annotated
 
 from tyro.conf import arg
 
+from normstream.checks import check_types
+
 
 @dataclass(frozen=True)
 class DataConfig:
@@ -38,6 +40,7 @@ class DataConfig:
     tokens; so the corpus does not depend on the tokenizer."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         if self.seq_len < 1:
             raise ValueError(f"seq_len must be at least 1, got {self.seq_len}")
         if not 0.0 < self.validation_fraction < 1.0:

@@ -3,7 +3,7 @@
 Shape suffixes: B samples, T tokens (``seq_len``).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from normstream.data.batches import split_rows, to_device
 from normstream.data.shards import token_dtype
 
 IGNORE = -100
@@ -35,14 +36,23 @@ class Batch:
     documents_BT: Int[Tensor, "batch seq_len"] | None = None
     positions_BT: Int[Tensor, "batch seq_len"] | None = None
 
+    @property
+    def n_targets(self) -> int:
+        """How many targets count."""
+        return int((self.targets_BT >= 0).sum())
+
+    def split(self, parts: int) -> Iterator["Batch"]:
+        """The batch cut into equal micro-batches along its first axis.
+
+        >>> tokens = torch.arange(8).view(4, 2)
+        >>> [micro.inputs_BT.tolist() for micro in Batch(tokens, tokens).split(2)]
+        [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+        """
+        return split_rows(self, parts)
+
     def to(self, device: torch.device | str) -> "Batch":
         """The same batch on another device."""
-        return Batch(
-            self.inputs_BT.to(device, non_blocking=True),
-            self.targets_BT.to(device, non_blocking=True),
-            None if self.documents_BT is None else self.documents_BT.to(device, non_blocking=True),
-            None if self.positions_BT is None else self.positions_BT.to(device, non_blocking=True),
-        )
+        return to_device(self, device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +82,16 @@ class PackedTokens:
 
     def __len__(self) -> int:
         return max(0, len(self.tokens) - 1) // self.seq_len
+
+    @property
+    def size(self) -> int:
+        """The number of tokens."""
+        return len(self.tokens)
+
+    @property
+    def tokens_per_sample(self) -> float:
+        """T."""
+        return self.seq_len
 
     @property
     def bytes_per_token(self) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from normstream.data import Data
+from normstream.tasks import TaskData
 from normstream.training.config import TrainConfig
 from normstream.training.loop import train
 
@@ -47,7 +47,9 @@ def parse_budget(text: str) -> float:
     return float(seconds)
 
 
-def measure(config: TrainConfig, folder: Path, *, data: Data, clock: Callable[[], float] = time.perf_counter) -> Cost:
+def measure(
+    config: TrainConfig, folder: Path, *, data: TaskData, clock: Callable[[], float] = time.perf_counter
+) -> Cost:
     """Train for a few steps in a new folder and return what a run of this configuration costs.
 
     Raises:

@@ -13,7 +13,6 @@ from rich.console import Console
 
 from normstream import placements
 from normstream.__about__ import __version__
-from normstream.data import Data, load_data
 from normstream.lab.budget import choose_steps, measure, parse_budget
 from normstream.lab.live import RunState, display, say
 from normstream.lab.plan import CompareConfig, Run
@@ -24,7 +23,8 @@ from normstream.lab.saver import Saver
 from normstream.lab.style import MANY, join_words, label
 from normstream.lab.summary import FORMAT, read_summary
 from normstream.lab.workers import side_by_side
-from normstream.models import DecoderConfig, DecoderLM
+from normstream.models import ModelConfig, build_model
+from normstream.tasks import TaskData, get_task
 from normstream.training.config import TrainConfig, resolve, resolve_device
 from normstream.training.config_file import config_to_dict, config_to_yaml
 from normstream.training.files import write_text
@@ -42,7 +42,7 @@ def compare(
     `summary.csv` and `report.html` (the last not after every short run). All runs read one data object in an order
     that depends on the seed alone, start from values that depend on the seed, the parameter's name and the
     initialization scheme alone (a placement brings its own unless `model.init` names one), and do the same number of
-    updates on the same number of tokens. A run that is out of memory is marked with advice and the others go on.
+    updates on the same samples. A run that is out of memory is marked with advice and the others go on.
 
     Args:
         config: what to compare.
@@ -61,7 +61,7 @@ def compare(
     console = console or Console()
     open_folder(config.out, resume)
     resolve_device(config.base.device)
-    data = load_data(config.base.data)
+    data = get_task(config.base.task).load(config.base.data)
     base = resolve(config.base, data)
     parameters = {run.placement: parameters_of(run, base) for run in first_runs(config)}
     say(console, parameter_line(parameters))
@@ -83,10 +83,11 @@ def compare(
     return summary
 
 
-def run_all(runs: list[Run], base: TrainConfig, data: Data, saver: Saver, console: Console, jobs: int = 1) -> None:
+def run_all(runs: list[Run], base: TrainConfig, data: TaskData, saver: Saver, console: Console, jobs: int = 1) -> None:
     """Do every run that is not finished; whatever happens, the summary and the report say how far each has come."""
     entries = saver.summary["runs"]
-    states = [RunState(run.placement, run.lr, run.seed, base.steps) for run in runs]
+    metric = next(iter(get_task(base.task).metrics), None)
+    states = [RunState(run.placement, run.lr, run.seed, base.steps, metric=metric) for run in runs]
     for state, known in zip(states, entries, strict=True):
         state.close(known)
     saver.save()
@@ -99,7 +100,7 @@ def run_all(runs: list[Run], base: TrainConfig, data: Data, saver: Saver, consol
     try:
         with saver, display(states, console, jobs) as show:
             if jobs > 1:
-                with closing(side_by_side(pending, base.data, jobs)) as steps:
+                with closing(side_by_side(pending, base, jobs)) as steps:
                     for index, ended in steps:
                         if ended is None:
                             show.start(index)
@@ -153,10 +154,10 @@ def parameters_of(run: Run, base: TrainConfig) -> int:
         raise ValueError(f"placement {run.placement}: {error}") from None
 
 
-def count_parameters(config: DecoderConfig) -> int:
+def count_parameters(config: ModelConfig) -> int:
     """The number of parameters of a model, without the memory for it."""
     with torch.device("meta"):
-        return sum(parameter.numel() for parameter in DecoderLM(config).parameters())
+        return sum(parameter.numel() for parameter in build_model(config).parameters())
 
 
 def parameter_line(parameters: dict[str, int]) -> str:
@@ -173,7 +174,7 @@ def parameter_line(parameters: dict[str, int]) -> str:
 
 
 def budget(
-    config: CompareConfig, base: TrainConfig, data: Data, began: float, console: Console
+    config: CompareConfig, base: TrainConfig, data: TaskData, began: float, console: Console
 ) -> dict[str, Any] | None:
     """Choose the steps that fit into the time since `began`, if one is given, and record what was measured."""
     if config.budget is None:
@@ -196,15 +197,17 @@ def budget(
     return {"asked": config.budget, "steps": steps, "seconds_per_step": seconds}
 
 
-def describe(config: CompareConfig, base: TrainConfig, data: Data, command: str) -> dict[str, Any]:
+def describe(config: CompareConfig, base: TrainConfig, data: TaskData, command: str) -> dict[str, Any]:
     """Everything about a comparison that is known before its first run."""
     shared = config_to_dict(base)
     # these differ from run to run
     del shared["model"]["placement"], shared["optimizer"]["lr"], shared["seed"]
     names = list(dict.fromkeys(run.placement for run in config.runs()))
     about = environment() | {"device": str(resolve_device(base.device)), "jobs": config.jobs}
+    task = get_task(base.task)
     return {
         "format": FORMAT,
+        "task": task.name,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command,
         "normstream": __version__,
@@ -212,14 +215,15 @@ def describe(config: CompareConfig, base: TrainConfig, data: Data, command: str)
         "data": {
             "source": base.data.source,
             "corpus_hash": data.corpus_hash,
-            "tokenizer": data.tokenizer.name,
-            "train_tokens": len(data.train.tokens),
-            "unigram_loss": None,
+            "tokenizer": None if data.tokenizer is None else data.tokenizer.name,
+            "unit": task.unit,
+            "train_size": data.train.size,
+            "baseline_loss": None,
         },
         "placements": names,
         "lrs": list(config.lrs),
         "seeds": list(config.seeds),
-        "tokens_per_run": base.steps * base.batch_size * base.data.seq_len,
+        "tokens_per_run": round(base.steps * base.batch_size * task.tokens_per_sample(base, data)),
         "start": start(names, base),
         "config": shared,
     }

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from normstream.lab.matrix import has_many, matrix
+from normstream.lab.scores import with_spread
 from normstream.lab.style import FAMILIAR, join_words, label, number, ordinal, rate
-from normstream.lab.summary import COLLAPSE_MEANING, spread, table
+from normstream.lab.summary import spread, table
+from normstream.lab.words import collapse_meaning, task_of
 
 Run = dict[str, Any]
 
@@ -79,7 +81,7 @@ def conclusion(summary: dict[str, Any]) -> str:
 
     >>> run = {"status": "finished", "lr": 0.01, "seed": 0, "diverged": False, "collapsed": False}
     >>> runs = [run | {"placement": "pre", "val_loss": 2.0}, run | {"placement": "post", "val_loss": 2.5}]
-    >>> conclusion({"runs": runs})[:93]
+    >>> conclusion({"task": "lm", "runs": runs})[:93]
     'In one seed, Pre-Norm has the lowest validation loss: 2.000 at learning rate 0.01, against 2.'
     """
     return " ".join(sentences(summary))
@@ -94,7 +96,7 @@ def sentences(summary: dict[str, Any]) -> list[str]:
     if len({cell.lr for cell in cells}) > 1 or len({cell.placement for cell in cells}) > 2:
         for lr in sorted({cell.lr for cell in cells}):
             said += ranking([cell for cell in cells if cell.lr == lr])
-    return said + breakdowns(summary) + missing(summary["runs"])
+    return said + metric(summary) + breakdowns(summary) + missing(summary["runs"])
 
 
 def finished_cells(runs: list[Run]) -> list[Cell]:
@@ -127,7 +129,7 @@ def headline(cells: list[Cell], summary: dict[str, Any]) -> list[str]:
     if not math.isfinite(ranked[0].mean):
         return ["No placement kept a finite loss in every seed, so none can be called better."]
     if all(run["diverged"] or run["collapsed"] for run in finished(runs)):
-        return ["No placement learned more than how frequent each token is, so none can be called better."]
+        return [f"No placement learned more than {task_of(summary).baseline}, so none can be called better."]
     if len(ranked) == 1:
         only = ranked[0]
         where = f"validation loss {number(only.mean)} at learning rate {rate(only.lr)}"
@@ -185,6 +187,30 @@ def ranking(cells: list[Cell]) -> list[str]:
     return [f"{said} (lead {number(lead.gap)} {lead.wins}, {larger} than the spread)."]
 
 
+def metric(summary: dict[str, Any]) -> list[str]:
+    """Say how the placements do by the task's first metric, each at the learning rate of its lowest loss."""
+    metrics = task_of(summary).metrics
+    if not metrics:
+        return []
+    kept: list[tuple[float, dict[str, Any]]] = []
+    for row in matrix(summary).rows:
+        cells = [cell for cell in row.cells if cell and cell["val_loss_mean"] is not None]
+        best = min(cells, key=lambda cell: cell["val_loss_mean"], default=None)
+        if best is not None and (value := best["metrics"][metrics[0].name]["mean"]) is not None:
+            kept.append((value, best))
+    if not kept:
+        return []
+    kept.sort(key=lambda entry: entry[0], reverse=metrics[0].higher_is_better)
+    many = has_many(summary)
+    shown = [cell for i, (_, cell) in enumerate(kept) if not many or i < 3 or cell["placement"] in FAMILIAR]
+    several = len(summary["lrs"]) > 1
+    said = [f"{label(cell['placement'])} {with_spread(cell, metrics[0].name)}" for cell in shown]
+    title = metrics[0].title[0].upper() + metrics[0].title[1:]
+    order = "higher" if metrics[0].higher_is_better else "lower"
+    at = ", each at the learning rate of its lowest loss" if several else ""
+    return [f"{title} ({order} is better){at}: {join_words(said)}."]
+
+
 def breakdowns(summary: dict[str, Any]) -> list[str]:
     """Say who diverged or collapsed, at which learning rate and in how many seeds."""
     runs = finished(summary["runs"])
@@ -193,8 +219,13 @@ def breakdowns(summary: dict[str, Any]) -> list[str]:
     diverged = broken(runs, "diverged", lambda run: run["diverged"])
     collapses = broken(runs, "collapsed", lambda run: run["collapsed"])
     if collapses:
-        collapses[-1] += f" Collapsed means: {COLLAPSE_MEANING}, {number(summary['data']['unigram_loss'])}."
+        collapses[-1] += what_collapsed_means(summary)
     return diverged + collapses or ["No run diverged or collapsed."]
+
+
+def what_collapsed_means(summary: dict[str, Any]) -> str:
+    """Define the word, with the loss that it is about."""
+    return f" Collapsed means: {collapse_meaning(task_of(summary))}, {number(summary['data']['baseline_loss'])}."
 
 
 def broken(runs: list[Run], verb: str, happened: Callable[[Run], bool]) -> list[str]:
@@ -223,7 +254,7 @@ def of_many(cells: list[Cell], summary: dict[str, Any]) -> list[str]:
     said = headline(kept, summary)[:1] + standings(kept, summary)
     if runs:
         said += [*failures(summary, "diverged"), *failures(summary, "collapsed")] or ["No run diverged or collapsed."]
-    return said + stable_rates(summary) + missing(summary["runs"])
+    return said + stable_rates(summary) + metric(summary) + missing(summary["runs"])
 
 
 def standings(cells: list[Cell], summary: dict[str, Any]) -> list[str]:
@@ -267,7 +298,7 @@ def failures(summary: dict[str, Any], verb: str) -> list[str]:
         at = [f"{sum(lr == other for _, other in hit)} at {rate(lr)}" for lr in sorted({lr for _, lr in hit})]
         said = f"{len(names)} placements {verb}{seeds}: {join_words(at)}."
     if verb == "collapsed":
-        said += f" Collapsed means: {COLLAPSE_MEANING}, {number(summary['data']['unigram_loss'])}."
+        said += what_collapsed_means(summary)
     return [said]
 
 

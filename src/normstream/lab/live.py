@@ -12,7 +12,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from normstream.lab.scores import score
 from normstream.lab.style import duration, label, number, rate, short
+from normstream.tasks import Metric
 from normstream.training.run_folder import RunResult
 from normstream.training.spikes import SpikeCounter
 
@@ -33,6 +35,8 @@ class RunState:
     best: float | None = None
     grad_norm: float | None = None
     tokens_per_second: float | None = None
+    metric: Metric | None = None  # the task's first one
+    score: float | None = None
     spikes: int = 0
     outcome: str = ""
     seconds_per_step: float | None = None
@@ -56,8 +60,18 @@ class RunState:
                 self.seconds_per_step = (now - self.began[0]) / (self.step - self.began[1])
         elif row["kind"] == "eval" and row["loss"] is not None:
             self.best = row["loss"] if self.best is None else min(self.best, row["loss"])
+            self.measured(row)
         elif row["kind"] == "event" and row["event"] == "diverged":
             self.outcome = "diverged"
+
+    def measured(self, metrics: dict[str, Any]) -> None:
+        """Take the first metric, if it is among these."""
+        if self.metric is not None and metrics.get(self.metric.name) is not None:
+            self.score = metrics[self.metric.name]
+
+    def said_score(self) -> str:
+        """The first metric in words; empty if there is none, or it is not known yet."""
+        return "" if self.metric is None or self.score is None else f"{self.metric.title} {score(self.score)}"
 
     def close(self, entry: dict[str, Any]) -> None:
         """Take over what the summary says about the run."""
@@ -66,6 +80,7 @@ class RunState:
             self.step, self.loss, self.best = entry["steps"], entry["train_loss"], entry["best_val_loss"]
             self.spikes, self.tokens_per_second = entry["spikes"], entry["tokens_per_second"]
             self.grad_norm = entry["curve"]["grad_norm"][-1]
+            self.measured(entry["metrics"])
             self.outcome = "diverged" if entry["diverged"] else "collapsed" if entry["collapsed"] else ""
             self.seconds_per_step = entry["seconds"] / max(1, entry["steps"])
 
@@ -134,18 +149,21 @@ class PlainLines:
         state.take(row, self.clock())
         if row["kind"] == "eval":
             in_all = duration(remaining_in_all(self.states, self.jobs))
-            self.say(
-                f"step {state.step}/{state.steps}, loss {number(state.loss)}, validation {number(row['loss'])}, "
-                f"gradient norm {short(state.grad_norm)}, {short(state.tokens_per_second)} tokens/s, "
-                f"left {duration(remaining(self.states, state))}, in all {in_all}"
-            )
+            words = [
+                f"step {state.step}/{state.steps}, loss {number(state.loss)}, validation {number(row['loss'])}",
+                state.said_score(),
+                f"gradient norm {short(state.grad_norm)}, {short(state.tokens_per_second)} tokens/s",
+                f"left {duration(remaining(self.states, state))}, in all {in_all}",
+            ]
+            self.say(", ".join(filter(None, words)))
 
     def end(self, entry: dict[str, Any], index: int) -> None:
         """Say how a run ended."""
         self.current = index
         state = self.states[index]
         state.close(entry)
-        words = [state.status.replace("_", " "), state.outcome, f"best validation loss {number(state.best)}"]
+        best = f"best validation loss {number(state.best)}"
+        words = [state.status.replace("_", " "), state.outcome, best, state.said_score()]
         if self.jobs > 1:
             words.append(f"left in all {duration(remaining_in_all(self.states, self.jobs))}")
         self.say(", ".join(filter(None, words)) + (f"; {entry['cause']}" if entry["cause"] else ""))
@@ -190,7 +208,9 @@ class LiveTable(PlainLines):
         table = Table(box=None, pad_edge=False, header_style="dim")
         for name in ("placement", "status"):
             table.add_column(name, no_wrap=True)
-        for name in ("lr", "seed", "step", "loss", "best val", "grad norm", "tok/s", "left", "spikes"):
+        metric = self.states[0].metric
+        measured = () if metric is None else (metric.title,)
+        for name in ("lr", "seed", "step", "loss", "best val", *measured, "grad norm", "tok/s", "left", "spikes"):
             table.add_column(name, justify="right", no_wrap=True)
         for state in self.states[first : first + room]:
             table.add_row(
@@ -211,6 +231,7 @@ def cells(state: RunState, left: float | None) -> Iterable[str]:
         f"{state.step}/{state.steps}",
         number(state.loss),
         number(state.best),
+        *(() if state.metric is None else (score(state.score),)),
         short(state.grad_norm),
         "-" if state.tokens_per_second is None else f"{state.tokens_per_second:.0f}",
         duration(left) if state.status in ("running", "pending") else "-",

@@ -5,8 +5,11 @@ from typing import Any
 
 from normstream.lab.conclusion import sentences
 from normstream.lab.matrix import Cell, Matrix, Row, has_many, matrix
+from normstream.lab.scores import with_spread
 from normstream.lab.style import join_words, number, rate
-from normstream.lab.summary import COLLAPSE_MEANING, DIVERGED_MEANING, STABLE_MEANING
+from normstream.lab.summary import DIVERGED_MEANING, STABLE_MEANING
+from normstream.lab.words import collapse_meaning, data_line, in_unit, task_of, trained_on
+from normstream.tasks import Metric
 from normstream.training.files import write_text
 
 
@@ -18,9 +21,9 @@ def markdown_table(summary: dict[str, Any]) -> str:
     ``normstream.lab.summary.largest_stable_rate``. More than eight placements are sorted, the lowest loss first.
 
     >>> run = {"placement": "pre", "lr": 0.01, "seed": 0, "status": "finished", "diverged": False, "collapsed": True}
-    >>> run |= {"parameters": 1} | dict.fromkeys(("val_loss", "best_val_loss"), 2.0)
+    >>> run |= {"parameters": 1, "metrics": {}} | dict.fromkeys(("val_loss", "best_val_loss"), 2.0)
     >>> run |= dict.fromkeys(("spikes", "max_grad_norm", "tokens_per_second"))
-    >>> print(markdown_table({"lrs": [0.01], "runs": [run]}))
+    >>> print(markdown_table({"task": "lm", "lrs": [0.01], "runs": [run]}))
     | placement | parameters | 0.01 | largest stable rate |
     |---|---|---|---|
     | `pre` | 1 | 2.000, collapsed in 1 of 1 | none |
@@ -31,6 +34,26 @@ def markdown_table(summary: dict[str, Any]) -> str:
         "|---" * (3 + len(arranged.lrs)) + "|",
     ]
     return "\n".join(lines + [table_line(row, arranged) for row in rows_in_order(arranged, summary)])
+
+
+def metric_table(summary: dict[str, Any], metric: Metric) -> str:
+    """The same for a metric: mean and standard deviation over seeds, by placement and learning rate."""
+    arranged = matrix(summary)
+    lines = ["| placement | " + " | ".join(map(rate, arranged.lrs)) + " |", "|---" * (1 + len(arranged.lrs)) + "|"]
+    for row in rows_in_order(arranged, summary):
+        cells = ["-" if cell is None else with_spread(cell, metric.name) for cell in row.cells]
+        lines.append(f"| `{row.placement}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def metric_sections(summary: dict[str, Any]) -> list[str]:
+    """Heading, reading and table of each of the task's metrics."""
+    parts = []
+    for metric in task_of(summary).metrics:
+        better = "Higher" if metric.higher_is_better else "Lower"
+        note = f"{better} is better; mean \u00b1 standard deviation over seeds."
+        parts += [f"## Final {metric.title}", note, metric_table(summary, metric)]
+    return parts
 
 
 def rows_in_order(arranged: Matrix, summary: dict[str, Any]) -> list[Row]:
@@ -76,18 +99,20 @@ def write_page(summary: dict[str, Any], path: Path) -> None:
 def markdown_page(summary: dict[str, Any]) -> str:
     """A whole page: the conclusion, the table, the placements by largest stable rate, what words mean, how it was made.
 
-    >>> data = {"source": "stdlib", "corpus_hash": "0", "tokenizer": "bytes", "train_tokens": 1, "unigram_loss": None}
+    >>> data = {"source": "stdlib", "corpus_hash": "0", "tokenizer": "bytes", "unit": "tokens", "train_size": 1}
+    >>> data["baseline_loss"] = None
     >>> about = {"created": "2026-01-31T12:00:00", "command": "", "normstream": "0", "environment": {}, "data": data}
-    >>> plan = {"lrs": [0.1], "seeds": [0], "tokens_per_run": 1, "config": {"steps": 1}}
+    >>> plan = {"task": "lm", "lrs": [0.1], "seeds": [0], "tokens_per_run": 1, "config": {"steps": 1}}
     >>> markdown_page(about | plan | {"runs": []}).splitlines()[2]
     'No run has finished yet.'
     """
     parts = [
         f"# {page_title(summary)}",
         " ".join(sentences(summary)),
-        "## Final validation loss",
+        f"## Final {task_of(summary).loss_title}",
         loss_note(summary),
         markdown_table(summary),
+        *metric_sections(summary),
         "## By largest stable learning rate",
         stable_list(summary),
         "## What the words mean",
@@ -111,8 +136,10 @@ def loss_note(summary: dict[str, Any]) -> str:
     seeds = len(summary["seeds"])
     over = f"mean \u00b1 standard deviation over {seeds} seeds" if seeds > 1 else "one seed, so no spread is known"
     order = "; the placement with the lowest loss comes first" if has_many(summary) else ""
+    unit = in_unit(task_of(summary)).strip()
+    what = f"{unit}, {over}" if unit else over
     return (
-        f"In nats per token, {over}, by learning rate. Lower is better; the lowest of a column, among those in which "
+        f"{what[0].upper()}{what[1:]}, by learning rate. Lower is better; the lowest of a column, among those in which "
         f"no seed failed, is bold{order}."
     )
 
@@ -129,12 +156,13 @@ def stable_list(summary: dict[str, Any]) -> str:
 
 def meanings(summary: dict[str, Any]) -> str:
     """Define the words of the table."""
-    unigram_loss = summary["data"]["unigram_loss"]
-    here = "" if unigram_loss is None else f" ({number(unigram_loss)} here)"
+    baseline_loss = summary["data"]["baseline_loss"]
+    here = "" if baseline_loss is None else f" ({number(baseline_loss)} here)"
+    collapsed = f"{collapse_meaning(task_of(summary))}{here}"
     return "\n".join(
         (
             f"* **Diverged**: {DIVERGED_MEANING}. A seed without a finite loss is left out of the mean.",
-            f"* **Collapsed**: {COLLAPSE_MEANING}{here}. A run that also diverged counts as diverged.",
+            f"* **Collapsed**: {collapsed}. A run that also diverged counts as diverged.",
             f"* **Largest stable rate**: {STABLE_MEANING}. Beyond the largest of all nothing is known.",
         )
     )
@@ -151,8 +179,7 @@ def provenance(summary: dict[str, Any]) -> str:
         "Date": summary["created"][:10],
         "Versions": join_words(versions),
         "Machine": ", ".join(machine),
-        "Data": f"{data['source']}, tokenizer {data['tokenizer']}, {data['train_tokens']:,} training tokens, "
-        f"hash `{data['corpus_hash'][:16]}`",
-        "Each run": f"{summary['config']['steps']:,} steps, {summary['tokens_per_run']:,} tokens",
+        "Data": f"{data_line(summary)}, hash `{data['corpus_hash'][:16]}`",
+        "Each run": f"{summary['config']['steps']:,} steps, {trained_on(summary)}",
     }
     return "\n".join(f"* {name}: {value}" for name, value in facts.items() if value)

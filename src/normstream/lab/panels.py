@@ -13,7 +13,8 @@ from normstream.lab.style import GREY, Look, join_words, rate, short
 from normstream.lab.svg import INK, PAPER, draw
 
 Points = dict[int | float, float]  # from a step or layer to a value
-Lines = dict[float, list["Line"]]  # from a learning rate to what is drawn in its panel
+Group = tuple[float, str]  # a learning rate and a stack of the model, the latter empty where there is only one
+Lines = dict[Group, list["Line"]]  # from a group to what is drawn in its panel
 Limits = tuple[float, float]
 DEPTH = 1e6
 DASHES = ("solid", (0, (3.5, 1.6)), (0, (1, 1.4)), (0, (5, 1.5, 1, 1.5)))
@@ -84,6 +85,7 @@ def by_rate(
     points: Callable[[dict[str, Any]], Points],
     dash: int = 0,
     stream: str = "",
+    stack: str = "",
 ) -> Lines:
     """Gather the seeds of each placement into a line, and the lines by learning rate; empty lines are left out."""
     seeds: dict[tuple[float, str], list[Points]] = {}
@@ -93,28 +95,33 @@ def by_rate(
     lines: Lines = {}
     for lr, placement in sorted(seeds, key=lambda group: (group[0], list(look_of).index(group[1]))):
         line = Line(look_of[placement], tuple(seeds[lr, placement]), dash, stream)
-        lines.setdefault(lr, []).append(line)
+        lines.setdefault((lr, stack), []).append(line)
     return lines
 
 
 def merge(*parts: Lines) -> Lines:
     """Put the lines of several gatherings into common panels."""
-    rates = sorted({lr for part in parts for lr in part})
-    return {lr: [line for part in parts for line in part.get(lr, [])] for lr in rates}
+    stacks = list(dict.fromkeys(stack for part in parts for _, stack in part))
+    groups = sorted({group for part in parts for group in part}, key=lambda group: (group[0], stacks.index(group[1])))
+    return {group: [line for part in parts for line in part.get(group, [])] for group in groups}
 
 
 def picture(
     name: str, title: str, explanation: str, lines: Lines, x: str, y: Axis, bands: bool = True
 ) -> Picture | None:
-    """Draw one panel for each learning rate, all on one scale; None when there is nothing to draw."""
+    """Draw one panel for each learning rate and stack, all on one scale; None when there is nothing to draw."""
     if not lines:
         return None
     limits = y.limits or common_limits(lines, y.log)
     panels = []
-    for lr, own in lines.items():
-        heading = f"learning rate {rate(lr)}"
+    for (lr, stack), own in lines.items():
+        heading = f"learning rate {rate(lr)}" + (f", {stack}" if stack else "")
         description = f"{title}, {heading}: {y.name} by {x}; at the right end {join_words(right_ends(own))}."
-        svg = draw(f"{name}-{rate(lr)}", description, lambda axes, own=own: paint(axes, own, x, y, limits, bands))
+        svg = draw(
+            "-".join(filter(None, (name, rate(lr), stack))),
+            description,
+            lambda axes, own=own: paint(axes, own, x, y, limits, bands),
+        )
         panels.append(Panel(heading, svg))
     drawn = [line for own in lines.values() for line in own]
     keys = list(dict.fromkeys(line.key for line in drawn if not line.look.quiet))
@@ -140,7 +147,7 @@ def right_ends(lines: Sequence[Line]) -> list[str]:
     return said + ([f"all other lines between {short(min(rest))} and {short(max(rest))}"] if rest else [])
 
 
-def common_limits(lines: Lines, log: bool) -> Limits:
+def common_limits(lines: Mapping[Any, list[Line]], log: bool) -> Limits:
     """Return limits with a little air that hold every value of every panel."""
     found = values(lines)
     if log:
@@ -153,12 +160,12 @@ def common_limits(lines: Lines, log: bool) -> Limits:
     return min(found) - air, max(found) + air
 
 
-def values(lines: Lines) -> list[float]:
+def values(lines: Mapping[Any, list[Line]]) -> list[float]:
     """Every value of every panel."""
     return [v for own in lines.values() for line in own for points in line.seeds for v in points.values()]
 
 
-def floor(lines: Lines) -> float:
+def floor(lines: Mapping[Any, list[Line]]) -> float:
     """The lowest value that a logarithmic scale shows, so that one tiny value does not flatten all others."""
     return max(values(lines), default=0.0) / DEPTH
 

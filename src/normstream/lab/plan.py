@@ -10,10 +10,11 @@ from typing import Annotated
 from tyro.conf import arg
 
 from normstream import placements
+from normstream.checks import check_types
 from normstream.lab.budget import parse_budget
-from normstream.models import DecoderConfig
 from normstream.optim import OptimizerConfig
-from normstream.training.config import TrainConfig
+from normstream.tasks import get_task
+from normstream.training.config import TrainConfig, default_config
 
 LOWEST_LR, HIGHEST_LR = 1e-30, 1e30  # updates in float32 and the axes of pictures can hold these
 
@@ -44,6 +45,7 @@ class CompareConfig:
     """Runs at a time, each in a process of its own with its share of the threads; losses do not depend on it."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         for name in ("placements", "lrs", "seeds"):
             if not getattr(self, name):
                 raise ValueError(f"{name} is empty; give at least one")
@@ -57,7 +59,7 @@ class CompareConfig:
             refuse_repeated(name, values)
         replaced = (
             ("seed", self.base.seed, TrainConfig.seed, "seeds"),
-            ("model.placement", self.base.model.placement, DecoderConfig.placement, "placements"),
+            ("model.placement", self.base.model.placement, type(self.base.model).placement, "placements"),
             ("optimizer.lr", self.base.optimizer.lr, OptimizerConfig.lr, "lrs"),
         )
         for name, value, default, instead in replaced:
@@ -82,6 +84,20 @@ class CompareConfig:
     def runs(self) -> list["Run"]:
         """The runs, seed by seed, so that an early stop leaves whole comparisons behind."""
         return [Run(placement, lr, seed) for seed in self.seeds for lr in self.lrs for placement in self.chosen()]
+
+
+def default_plan(task: str) -> CompareConfig:
+    """The comparison that the command line starts from, with the task's own learning rates and defaults.
+
+    Raises ValueError with the nearest name for an unknown task.
+
+    >>> default_plan("lm") == CompareConfig()
+    True
+    """
+    base = default_config(task)
+    model = replace(base.model, placement=type(base.model).placement)
+    optimizer = replace(base.optimizer, lr=OptimizerConfig.lr)
+    return CompareConfig(lrs=get_task(task).lrs, base=replace(base, model=model, optimizer=optimizer))
 
 
 @dataclass(frozen=True)

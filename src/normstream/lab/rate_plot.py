@@ -10,8 +10,9 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from normstream.lab.panels import Key, Limits, Panel, Picture, others
 from normstream.lab.style import GREY, Look, join_words, number, rate
-from normstream.lab.summary import COLLAPSE_MEANING
 from normstream.lab.svg import INK, PAPER, draw
+from normstream.lab.words import collapse_meaning, loss_axis
+from normstream.tasks import Task
 
 Run = dict[str, Any]
 
@@ -31,7 +32,7 @@ class End:
 
 
 def loss_by_rate(
-    runs: Sequence[Run], look_of: Mapping[str, Look], unigram_loss: float | None, limits: Limits
+    runs: Sequence[Run], look_of: Mapping[str, Look], baseline_loss: float | None, limits: Limits, task: type[Task]
 ) -> Picture | None:
     """Draw the mean final validation loss of each placement against learning rate; many need several to be lines."""
     if any(look.quiet for look in look_of.values()) and len({run["lr"] for run in runs}) == 1:
@@ -42,10 +43,12 @@ def loss_by_rate(
     loud = [row for row in rows if not row[0].look.quiet]
     said = [f"{end.look.label} {number(end.mean)} at {rate(end.lr)}" for row in loud for end in row]
     title = "Final validation loss by learning rate"
-    svg = draw("loss-by-rate", f"{title}: {join_words(said)}.", lambda axes: paint(axes, rows, unigram_loss, limits))
+    axis = loss_axis(task)
+    description = f"{title}: {join_words(said)}."
+    svg = draw("loss-by-rate", description, lambda axes: paint(axes, rows, baseline_loss, limits, axis))
     keys = [Key(row[0].look.label, row[0].look.colour, row[0].look.marker) for row in loud]
     keys += [others(len(rows) - len(loud))] if len(rows) > len(loud) else []
-    explanation = explain({end.failure for row in loud for end in row})
+    explanation = explain({end.failure for row in loud for end in row}, task)
     return Picture("loss-by-rate", title, explanation, tuple(keys), (Panel("", svg),))
 
 
@@ -62,23 +65,23 @@ def ends(runs: Sequence[Run], placement: str, look: Look, limits: Limits) -> lis
     return row
 
 
-def explain(failures: set[str]) -> str:
+def explain(failures: set[str], task: type[Task]) -> str:
     """Say how to read the marks that the picture really has."""
     said = (
         "Lower is better, and flatter is more forgiving. A point is the mean over seeds; its bar runs from the lowest "
         "seed to the highest."
     )
     if "collapsed" in failures:
-        said += f" A hollow point collapsed in at least one seed: {COLLAPSE_MEANING}."
+        said += f" A hollow point collapsed in at least one seed: {collapse_meaning(task)}."
     if "diverged" in failures:
         said += " A cross diverged in at least one seed; at the upper edge it stands for any loss beyond."
     return said
 
 
-def paint(axes: Axes, rows: Sequence[Sequence[End]], unigram_loss: float | None, limits: Limits) -> None:
+def paint(axes: Axes, rows: Sequence[Sequence[End]], baseline_loss: float | None, limits: Limits, axis: str) -> None:
     """Draw points, bars and the lines between them."""
-    if unigram_loss is not None:
-        axes.axhline(unigram_loss, color=INK, linewidth=1, linestyle=(0, (1, 2)))
+    if baseline_loss is not None:
+        axes.axhline(baseline_loss, color=INK, linewidth=1, linestyle=(0, (1, 2)))
     rates = sorted({end.lr for row in rows for end in row})
     width = 1.44 * rates[-1] / rates[0]
     loud = [row for row in rows if not row[0].look.quiet]
@@ -100,7 +103,7 @@ def paint(axes: Axes, rows: Sequence[Sequence[End]], unigram_loss: float | None,
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: rate(value)))
     axes.set_xlabel("learning rate")
-    axes.set_title("validation loss (nats per token)")
+    axes.set_title(axis)
 
 
 def point(axes: Axes, x: float, end: End) -> None:

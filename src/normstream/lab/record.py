@@ -12,7 +12,7 @@ from normstream.training.run_folder import RunFolder
 POINTS = 100
 RESULT_KEYS = (
     *("parameters", "steps", "val_loss", "best_val_loss", "train_loss", "diverged", "diverged_step", "cause"),
-    *("collapsed", "unigram_loss", "spikes", "tokens_per_second", "seconds"),
+    *("collapsed", "baseline_loss", "spikes", "tokens_per_second", "seconds"),
 )
 
 
@@ -40,13 +40,14 @@ def read_run(folder: Path, steps: int) -> dict[str, Any]:
     return {
         "status": "finished" if result else "pending",
         **{key: known.get(key) for key in RESULT_KEYS},
+        "metrics": known.get("metrics", {}),
         "max_grad_norm": max(norms, default=None),
         "curve": curve(rows, steps),
         "layers": layers(rows),
     }
 
 
-def curve(rows: Sequence[dict[str, Any]], steps: int) -> dict[str, list[float | None]]:
+def curve(rows: Sequence[dict[str, Any]], steps: int) -> dict[str, Any]:
     """Thin the training rows to at most 100 points; a point stands for the steps up to it, since the point before.
 
     The loss is the mean over these steps. The gradient norm is the largest, so that no peak is lost.
@@ -59,16 +60,21 @@ def curve(rows: Sequence[dict[str, Any]], steps: int) -> dict[str, list[float | 
     losses = [[row["loss"] for row in part if row["loss"] is not None] for part in bins.values()]
     norms = [[row["grad_norm"] for row in part if row["grad_norm"] is not None] for part in bins.values()]
     evaluations = [row for row in rows if row["kind"] == "eval"]
+    metrics = dict.fromkeys(key for row in evaluations for key in row if key not in ("kind", "step", "loss"))
     return {
         "step": [part[-1]["step"] for part in bins.values()],
         "train_loss": [sum(part) / len(part) if part else None for part in losses],
         "grad_norm": [max(part, default=None) for part in norms],
         "val_step": [row["step"] for row in evaluations],
         "val_loss": [row["loss"] for row in evaluations],
+        "val_metrics": {name: [row.get(name) for row in evaluations] for name in metrics},
     }
 
 
 def layers(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     """The last per-layer statistics, None if there are none."""
     last = next((row for row in reversed(rows) if row["kind"] == "layers"), None)
-    return last and {"step": last["step"], "grad_norm": last["grad_norm"]["layers"], "rms": last["rms"]}
+    if last is None:
+        return None
+    experts = {"experts": last["experts"]} if "experts" in last else {}
+    return {"step": last["step"], "grad_norm": last["grad_norm"]["layers"], "rms": last["rms"]} | experts

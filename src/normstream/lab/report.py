@@ -6,27 +6,39 @@ from typing import Any
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
+from normstream.lab.artifacts import galleries
 from normstream.lab.conclusion import sentences
 from normstream.lab.matrix import chosen_looks, has_many, matrix, sound
 from normstream.lab.panels import Key
 from normstream.lab.plots import pictures
+from normstream.lab.scores import score, with_spread
 from normstream.lab.style import duration, label, number, rate, short
-from normstream.lab.summary import COLLAPSE_MEANING, DIVERGED_MEANING, SPIKE_MEANING, STABLE_MEANING, table
+from normstream.lab.summary import DIVERGED_MEANING, SPIKE_MEANING, STABLE_MEANING, table
+from normstream.lab.words import collapse_meaning, data_line, in_unit, task_of, trained_on
 from normstream.training.files import write_text
 
 
-def write_report(summary: dict[str, Any], path: Path) -> None:
-    """Write the report of a summary as one self-contained HTML file, atomically."""
-    write_text(path, render(summary))
+def write_report(summary: dict[str, Any], path: Path, folder: Path | None = None) -> None:
+    """Write the report of a summary as one self-contained HTML file, atomically.
+
+    The run folders, whose pictures it shows, are in ``folder``, or beside the report if that is None.
+    """
+    write_text(path, render(summary, folder or path.parent))
 
 
-def render(summary: dict[str, Any]) -> str:
-    """Return the report as HTML; the same summary gives the same text."""
+def render(summary: dict[str, Any], folder: Path | None = None) -> str:
+    """Return the report as HTML, with the files that runs left in ``folder``; the same of both give the same text."""
     headline, *details = sentences(summary)
-    rows = table(summary)
+    rows, task = table(summary), task_of(summary)
     return page("report.html.j2").render(
         version=summary["normstream"],
         summary=summary,
+        task=task,
+        metrics=task.metrics,
+        in_unit=in_unit(task),
+        trained_on=trained_on(summary),
+        data_line=data_line(summary),
+        galleries=[] if folder is None else galleries(summary, folder),
         headline=headline,
         details=details,
         rates=rows_by_rate(rows),
@@ -37,7 +49,7 @@ def render(summary: dict[str, Any]) -> str:
         parameters=parameter_counts(summary),
         settings=sorted(flatten(summary["config"])),
         spike_meaning=SPIKE_MEANING,
-        collapse_meaning=COLLAPSE_MEANING,
+        collapse_meaning=collapse_meaning(task),
         diverged_meaning=DIVERGED_MEANING,
         stable_meaning=STABLE_MEANING,
     )
@@ -61,6 +73,8 @@ def page(template: str) -> Template:
         rate=rate,
         short=short,
         duration=duration,
+        score=score,
+        with_spread=with_spread,
         swatch=swatch,
         tint=tint,
         thousands="{:,}".format,

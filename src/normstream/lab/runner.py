@@ -6,17 +6,17 @@ from typing import Any
 
 import torch
 
-from normstream.data import Data
+from normstream.tasks import TaskData
 from normstream.training.config import TrainConfig
 from normstream.training.loop import OnRow, train
 
 OUT_OF_MEMORY = (
-    "out of memory: lower batch_size, data.seq_len, model.dim or model.n_layers, "
+    "out of memory: lower batch_size, the length or size of samples, model.dim or model.n_layers, "
     "raise grad_accumulation (the update stays the same), or set activation_checkpointing"
 )
 
 
-def run_one(config: TrainConfig, folder: Path, data: Data, on_row: OnRow | None = None) -> dict[str, Any]:
+def run_one(config: TrainConfig, folder: Path, data: TaskData, on_row: OnRow | None = None) -> dict[str, Any]:
     """Start a run or go on with it; return what its folder cannot say."""
     try:
         # An interrupted run goes on bit for bit, a folder that does not exist yet starts one.

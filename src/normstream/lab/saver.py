@@ -47,7 +47,7 @@ class Saver:
         """Write the summary, and the report if the last one took little of the time since then."""
         summary = self.summary
         finished = [run for run in summary["runs"] if run["status"] == "finished"]
-        summary["data"]["unigram_loss"] = finished[0]["unigram_loss"] if finished else None
+        summary["data"]["baseline_loss"] = finished[0]["baseline_loss"] if finished else None
         summary["unfinished"] = len(finished) < len(summary["runs"])
         summary["table"] = table(summary)
         summary["conclusion"] = conclusion(summary)

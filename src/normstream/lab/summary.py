@@ -6,19 +6,16 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from normstream.training.divergence import COLLAPSE_MARGIN
+from normstream.lab.words import task_of
 from normstream.training.divergence import WINDOW as LAST
 from normstream.training.files import read_json, write_json, write_text
 from normstream.training.metrics import finite
 from normstream.training.spikes import DEVIATIONS, MIN_VALUES, WINDOW
 
-FORMAT = 1
-COLLAPSE_MEANING = (
-    f"the final validation loss is not {COLLAPSE_MARGIN:g} below that of knowing only how frequent each token is"
-)
+FORMAT = 2
 DIVERGED_MEANING = (
     f"a loss or a gradient norm is not finite, or the mean of the last {LAST} training losses lies above the larger of "
-    "the first loss and that of a uniform guess"
+    "the first loss and that of a guess that knows nothing"
 )
 STABLE_MEANING = (
     "going up from the smallest learning rate tried at which no seed diverged or collapsed, the last one before some "
@@ -33,11 +30,11 @@ CSV_COLUMNS = (
     "collapsed", "cause", "spikes", "max_grad_norm", "parameters", "steps", "tokens_per_second", "seconds", "path",
 )  # fmt: skip
 KEYS = (
-    *("format", "created", "command", "normstream", "environment", "data", "placements", "lrs", "seeds"),
+    *("format", "task", "created", "command", "normstream", "environment", "data", "placements", "lrs", "seeds"),
     *("tokens_per_run", "start", "config", "budget", "runs", "unfinished", "table", "conclusion"),
 )
-DATA_KEYS = ("source", "corpus_hash", "tokenizer", "train_tokens", "unigram_loss")
-RUN_KEYS = (*CSV_COLUMNS, "unigram_loss", "curve", "layers")
+DATA_KEYS = ("source", "corpus_hash", "tokenizer", "unit", "train_size", "baseline_loss")
+RUN_KEYS = (*CSV_COLUMNS, "metrics", "baseline_loss", "curve", "layers")
 NUMERIC = ("val_loss", "best_val_loss", "spikes", "max_grad_norm", "tokens_per_second")
 
 
@@ -55,7 +52,7 @@ def table(summary: dict[str, Any]) -> list[dict[str, Any]]:
     """Return one row for each placement and learning rate that has a finished run, means taken over its seeds.
 
     A run without a finite loss is counted in `n_diverged` and left out of the means, so `n_losses` says over how
-    many seeds they were taken.
+    many seeds they were taken. `metrics` has the mean and the standard deviation of each of the task's metrics.
     """
     groups: dict[tuple[float, str], list[dict[str, Any]]] = {}
     for run in summary["runs"]:
@@ -70,6 +67,7 @@ def table(summary: dict[str, Any]) -> list[dict[str, Any]]:
                 "lr": lr,
                 "val_loss_mean": mean(numbers["val_loss"]),
                 "val_loss_std": spread(numbers["val_loss"]),
+                "metrics": {metric.name: over_seeds(runs, metric.name) for metric in task_of(summary).metrics},
                 "best_val_loss_mean": mean(numbers["best_val_loss"]),
                 "n_seeds": len(runs),
                 "n_losses": len(numbers["val_loss"]),
@@ -82,6 +80,26 @@ def table(summary: dict[str, Any]) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def over_seeds(runs: list[dict[str, Any]], metric: str) -> dict[str, float | None]:
+    """Mean and standard deviation of a metric over those runs that have it.
+
+    >>> over_seeds([{"metrics": {"accuracy": 90.0}}, {"metrics": {}}], "accuracy")
+    {'mean': 90.0, 'std': None}
+    """
+    values = [value for run in runs if (value := run["metrics"].get(metric)) is not None]
+    return {"mean": mean(values), "std": spread(values)}
+
+
+def csv_columns(summary: dict[str, Any]) -> list[str]:
+    """The columns of `summary.csv`: the task's metrics follow the loss.
+
+    >>> csv_columns({"task": "lm"}) == list(CSV_COLUMNS)
+    True
+    """
+    after = CSV_COLUMNS.index("val_loss") + 1
+    return [*CSV_COLUMNS[:after], *(metric.name for metric in task_of(summary).metrics), *CSV_COLUMNS[after:]]
 
 
 def largest_stable_rate(rows: list[dict[str, Any]]) -> float | None:
@@ -107,14 +125,14 @@ def write_summary(summary: dict[str, Any], folder: Path) -> None:
     """Write `summary.json` and `summary.csv` (one line for each run) into the folder, each as a whole or not at all."""
     write_json(folder / "summary.json", finite(summary))
     lines = io.StringIO()
-    writer = csv.DictWriter(lines, CSV_COLUMNS, extrasaction="ignore", lineterminator="\n")
+    writer = csv.DictWriter(lines, csv_columns(summary), extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
-    writer.writerows(summary["runs"])
+    writer.writerows(run["metrics"] | run for run in summary["runs"])
     write_text(folder / "summary.csv", lines.getvalue())
 
 
 def read_summary(path: Path) -> dict[str, Any]:
-    """Read `summary.json`; ValueError when it is not one of ours, of another format or incomplete."""
+    """Read `summary.json`; ValueError when it is not one of ours, of another format or task, or incomplete."""
     summary = read_json(path)
     if summary.get("format") != FORMAT:
         raise ValueError(
@@ -123,6 +141,7 @@ def read_summary(path: Path) -> dict[str, Any]:
     missing = missing_keys(summary)
     if missing:
         raise ValueError(f"{path} is incomplete: {', '.join(missing)} missing; restore the file")
+    task_of(summary)
     return summary
 
 

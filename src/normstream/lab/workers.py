@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from normstream.data import DataConfig, load_data
 from normstream.lab.runner import run_one
+from normstream.tasks import get_task
 from normstream.training.config import TrainConfig
 from normstream.training.signals import Interrupted, StopSignals
 
@@ -40,7 +40,7 @@ class AllInterrupted(Interrupted):
         return f"stopped by {self.signal.name}; every run in progress saved a checkpoint"
 
 
-def side_by_side(runs: Sequence[Job], data: DataConfig, jobs: int) -> Generator[tuple[int, Status | None], None, None]:
+def side_by_side(runs: Sequence[Job], base: TrainConfig, jobs: int) -> Generator[tuple[int, Status | None], None, None]:
     """Do runs in ``jobs`` processes that share this one's threads evenly; yield a run's number when it starts, with
     None, and when it ends, with its status.
 
@@ -54,13 +54,13 @@ def side_by_side(runs: Sequence[Job], data: DataConfig, jobs: int) -> Generator[
     failure: BaseException | None = None
     dead = 0
     with StopSignals() as stop, _ended_afterwards() as workers:
-        workers.extend(Worker(threads, data) for _ in range(min(jobs, len(runs))))
+        workers.extend(Worker(threads, base) for _ in range(min(jobs, len(runs))))
         while True:
             for number, worker in enumerate(workers):
                 if failure is not None:
                     worker.process.terminate()
                 elif waiting and worker.job is None:
-                    workers[number] = worker if worker.process.is_alive() else Worker(threads, data)
+                    workers[number] = worker if worker.process.is_alive() else Worker(threads, base)
                     yield workers[number].start(waiting.pop()), None
             busy = [worker for worker in workers if worker.job is not None]
             if not busy:
@@ -85,11 +85,11 @@ def side_by_side(runs: Sequence[Job], data: DataConfig, jobs: int) -> Generator[
 class Worker:
     """A process that does one run after another, and ends when this one does."""
 
-    def __init__(self, threads: int, data: DataConfig) -> None:
+    def __init__(self, threads: int, base: TrainConfig) -> None:
         context = multiprocessing.get_context("spawn")
         self.job: Job | None = None
         self.connection, other = context.Pipe()
-        self.process = context.Process(target=_serve, args=(other, threads, data))
+        self.process = context.Process(target=_serve, args=(other, threads, base))
         with _signals_of_the_terminal_blocked():
             self.process.start()
         other.close()
@@ -155,12 +155,12 @@ def _signals_of_the_terminal_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _serve(connection: Connection, threads: int, config: DataConfig) -> None:
+def _serve(connection: Connection, threads: int, base: TrainConfig) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
     with suppress(EOFError, OSError):
         try:
-            data = load_data(config)
+            data = get_task(base.task).load(base.data)
         except Exception as error:
             connection.send(error)
             return

@@ -1,6 +1,7 @@
-"""What every sublayer of one forward pass shares: positions, mask, cache, links between layers.
+"""What every sublayer of one forward pass shares: positions, mask, cache, links between layers, condition, memory.
 
-Shape suffixes: T queries, S keys (cached ones included), H = 1 or the number of heads, P = 1 or the batch.
+Shape suffixes: B batch, T queries, S keys (cached ones included), M positions of the memory, H = 1 or the number of
+heads, P = 1 or the batch, D width.
 """
 
 from typing import NamedTuple
@@ -29,3 +30,9 @@ class Context(NamedTuple):
     """Keys and values of earlier positions, for generation."""
     links: Links | None = None
     """What earlier layers of this forward pass left for later ones."""
+    condition: Tensor | None = None
+    """What the whole sample is conditioned on, (B, D): timestep and class of a DiT."""
+    memory: Tensor | None = None
+    """The encoder's final hidden vectors, (B, M, D), for cross-attention."""
+    memory_mask: Tensor | None = None
+    """True where cross-attention may look, (P, 1, 1, M); None means everywhere."""

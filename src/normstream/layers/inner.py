@@ -6,6 +6,7 @@ Placements name theirs in ``Placement.inner``; ``DecoderConfig.inner`` can overr
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
+from normstream.checks import check_types
 from normstream.gain_norm import check_eps
 from normstream.names import check_choice
 
@@ -55,6 +56,7 @@ class Inner:
     """nGPT's learned factors: of the feed-forward's up and gate vectors, and the unit in which an l2 gain is kept."""
 
     def __post_init__(self) -> None:
+        check_types(self, "inner.")
         choices = {
             "qk": InnerNorm,
             "qk_statistics": Statistics,

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from normstream.checks import check_types
 from normstream.layers.context import Context
 from normstream.layers.heads import Heads
 from normstream.layers.positions import rotate
@@ -39,6 +40,7 @@ class LatentConfig:
     """Width of a value head."""
 
     def __post_init__(self) -> None:
+        check_types(self, "latent.")
         for name, least in (("kv_rank", 0), ("q_rank", 0), ("nope_head_dim", 1), ("v_head_dim", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"latent.{name} must be at least {least}, got {getattr(self, name)}")

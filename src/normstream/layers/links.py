@@ -26,6 +26,14 @@ class Links:
         self.depth_stride = depth_stride
         self._scores: dict[int, Tensor] = {}
         self._sources: dict[int, tuple[Tensor, Tensor]] = {}
+        self._cross: Links | None = None
+
+    @property
+    def cross(self) -> "Links":
+        """The store of cross-attention, apart: RealFormer links each kind of attention to itself."""
+        if self._cross is None:
+            self._cross = Links(self.depth_stride)
+        return self._cross
 
     def previous_scores(self, layer: int) -> Tensor | None:
         """Scores of the nearest earlier layer that keeps them."""

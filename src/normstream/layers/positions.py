@@ -9,11 +9,12 @@ from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
+from normstream.checks import check_types
 from normstream.names import check_choice
 
-PositionKind = Literal["rotary", "alibi", "learned", "none"]
+PositionKind = Literal["rotary", "alibi", "learned", "sinusoidal", "none"]
 Pairing = Literal["half", "interleaved"]
 
 
@@ -26,9 +27,9 @@ class PositionConfig:
     """
 
     kind: PositionKind = "rotary"
-    """rotary, alibi (a bias that grows with distance), learned (a table added to the embedding), or none."""
+    """rotary, alibi (a bias that grows with distance), learned or sinusoidal (added to the embedding), or none."""
     theta: float = 10_000.0
-    """Base of the rotary angles."""
+    """Base of the rotary and sinusoidal angles."""
     fraction: float = 1.0
     """Part of each head that is rotated, from its first channel on."""
     pairing: Pairing = "half"
@@ -39,6 +40,7 @@ class PositionConfig:
     """Layers that rotate: all, or only those with a sliding window (Cohere 2)."""
 
     def __post_init__(self) -> None:
+        check_types(self, "positions.")
         check_choice("positions.kind", self.kind, PositionKind)
         check_choice("positions.pairing", self.pairing, Pairing)
         check_choice("positions.layers", self.layers, Literal["all", "windowed"])
@@ -96,6 +98,45 @@ def rope_table(
     pairs = positions_PT[:, None, :, None].to(high) * theta**-exponents
     angles = torch.cat((pairs, pairs), dim=-1) if pairing == "half" else pairs.repeat_interleave(2, dim=-1)
     return Rope(angles.cos(), angles.sin(), pairing)
+
+
+def sinusoidal_positions(
+    positions_PT: Int[Tensor, "P T"], dim: int, theta: float, dtype: torch.dtype
+) -> Float[Tensor, "P T D"]:
+    """What the original Transformer adds to the embedding: ``sin`` and ``cos`` of ``position * theta^(-2j / D)``.
+
+    Channel 2j has the sine and channel 2j + 1 the cosine of pair j; computed as in ``rope_table``. Raises ValueError
+    for an odd width.
+
+    Source: Vaswani et al. 2017, arXiv 1706.03762, section 3.5.
+
+    >>> sinusoidal_positions(torch.tensor([[0]]), 4, 1e4, torch.float32)
+    tensor([[[0., 1., 0., 1.]]])
+    """
+    if dim % 2:
+        raise ValueError(f"sinusoidal positions need an even dim, got {dim}; change dim or positions.kind")
+    table = rope_table(positions_PT, dim, theta, dtype, "interleaved")
+    pairs = torch.stack((table.sin[:, 0, :, ::2], table.cos[:, 0, :, ::2]), dim=-1)
+    return pairs.flatten(-2).to(dtype)
+
+
+def add_positions(
+    embedding_BTD: Float[Tensor, "B T D"],
+    positions_PT: Int[Tensor, "P T"],
+    config: PositionConfig,
+    table: nn.Embedding | None,
+) -> Float[Tensor, "B T D"]:
+    """The embedding of tokens and their learned (from ``table``) or sinusoidal positions; other kinds add nothing.
+
+    >>> add_positions(torch.ones(1, 1, 2), torch.tensor([[0]]), PositionConfig(kind="sinusoidal"), None)
+    tensor([[[1., 2.]]])
+    """
+    if table is not None:
+        return embedding_BTD + table(positions_PT)
+    if config.kind == "sinusoidal":
+        dim, dtype = embedding_BTD.shape[-1], embedding_BTD.dtype
+        return embedding_BTD + sinusoidal_positions(positions_PT, dim, config.theta, dtype)
+    return embedding_BTD
 
 
 def rotate(x: Float[Tensor, "B H T K"], rope: Rope | None) -> Float[Tensor, "B H T K"]:

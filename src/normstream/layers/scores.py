@@ -102,6 +102,8 @@ def record_max_logits(
         allowed = (keys[n_keys - n_queries :, None] >= keys)[None, None]
     else:
         allowed = ~torch.isneginf(mask) if mask is not None and mask.is_floating_point() else mask
+    if allowed is not None:
+        allowed = allowed.expand(-1, -1, n_queries, -1)  # a mask of padding is one row for all queries
     for start in range(0, n_queries, chunk):
         rows = slice(start, start + chunk)
         with torch.autocast(q_BHTK.device.type, enabled=False):

@@ -4,24 +4,25 @@ Shape suffixes: B batch, T sequence, D width, V vocabulary.
 """
 
 import math
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from normstream import placements
-from normstream.layers import Context, KVCache, Layer
+from normstream.layers import Context, KVCache
 from normstream.layers.learned_scale import LearnedScale
 from normstream.layers.links import Links
 from normstream.layers.masks import alibi_mask, attention_mask
-from normstream.layers.positions import rope_table
+from normstream.layers.positions import add_positions, rope_table
 from normstream.layers.scores import soft_cap
-from normstream.models.config import SUBLAYERS, DecoderConfig
+from normstream.models.config import DecoderConfig
+from normstream.models.roles import StartRole
 from normstream.models.sublayers import block_sublayers
-from normstream.placements.placement import Stack
+from normstream.models.trunk import Trunk
 
 
-class DecoderLM(nn.Module):
+class DecoderLM(Trunk):
     """Decoder language model with any placement.
 
         tokens -> tok_embeddings -> before_layers -> layers.0 -> ... -> layers.L-1 -> lm_head -> logits
@@ -29,39 +30,28 @@ class DecoderLM(nn.Module):
     The parameters' values are torch's defaults until ``normstream.init.initialize(model, seed)`` sets them; the
     model can be built on the meta device.
 
-    Raises ValueError for a sequence longer than ``max_seq_len``, for learned positions outside their table, and for a
-    cache together with documents or with a model that is not causal.
+    Raises ValueError for a token id outside the vocabulary, a sequence longer than ``max_seq_len``, learned positions
+    outside their table, and a cache together with documents or with a model that is not causal.
 
     >>> model = DecoderLM(DecoderConfig(placement="pre", vocab_size=10, dim=8, n_layers=2, n_heads=2))
     >>> model(torch.zeros(1, 3, dtype=torch.int64)).shape
     torch.Size([1, 3, 10])
     """
 
+    tok_embeddings: nn.Embedding
+    pos_embeddings: nn.Embedding | None
+
     def __init__(self, config: DecoderConfig) -> None:
-        super().__init__()
-        placement = placements.get(config.placement)
-        self.config, self.placement, self.stack = config, placement, Stack()
-        junctions = iter(
-            placement.junctions(
-                config.dim,
-                config.n_layers,
-                norm=config.norm,
-                dropout=config.dropout,
-                drop_path=config.drop_path,
-                stack=self.stack,
-            )
-        )
-        self.before_layers = next(junctions)
-        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
         learned = config.positions.kind == "learned"
-        self.pos_embeddings = nn.Embedding(config.max_seq_len, config.dim) if learned else None
-        self.layers = nn.ModuleList(
-            Layer(block_sublayers(config, layer), [next(junctions) for _ in kinds])
-            for layer, kinds in enumerate(placement.blocks(config.n_layers, SUBLAYERS))
-        )
+        embeddings = {
+            "tok_embeddings": nn.Embedding(config.vocab_size, config.dim),
+            "pos_embeddings": nn.Embedding(config.max_seq_len, config.dim) if learned else None,
+        }
+        super().__init__(config, lambda layer: block_sublayers(config, layer), embeddings=embeddings)
+        self.config = config
         self.lm_head = nn.Linear(config.dim, config.vocab_size, bias=config.head_bias)
         self.logit_scale = (
-            LearnedScale(config.vocab_size, unit=math.sqrt(config.dim)) if placement.logit_scale else None
+            LearnedScale(config.vocab_size, unit=math.sqrt(config.dim)) if self.placement.logit_scale else None
         )
         self.tie()
 
@@ -70,10 +60,9 @@ class DecoderLM(nn.Module):
         if self.config.tied:
             self.lm_head.weight = self.tok_embeddings.weight
 
-    @property
-    def streams(self) -> tuple[str, ...]:
-        """Names of the residual streams, in the order of the state."""
-        return self.placement.streams
+    def start_roles(self) -> dict[nn.Module | None, StartRole]:
+        """What the matrices outside the blocks are for, see ``normstream.init``."""
+        return {self.tok_embeddings: "vocabulary", self.lm_head: "vocabulary", self.pos_embeddings: "positions"}
 
     def hidden(
         self,
@@ -83,7 +72,18 @@ class DecoderLM(nn.Module):
         positions_BT: Int[Tensor, "B T"] | None = None,
         cache: KVCache | None = None,
     ) -> Float[Tensor, "B T D"]:
-        """The final hidden vector of each position, what ``lm_head`` reads.
+        """The final hidden vector of each position, what ``lm_head`` reads; see ``hidden_and_aux``."""
+        return self.hidden_and_aux(tokens_BT, documents_BT=documents_BT, positions_BT=positions_BT, cache=cache)[0]
+
+    def hidden_and_aux(
+        self,
+        tokens_BT: Int[Tensor, "B T"],
+        *,
+        documents_BT: Int[Tensor, "B T"] | None = None,
+        positions_BT: Int[Tensor, "B T"] | None = None,
+        cache: KVCache | None = None,
+    ) -> tuple[Float[Tensor, "B T D"], tuple[Any, ...]]:
+        """The final hidden vector of each position, and what the sublayers report (routers their balance).
 
         Args:
             tokens_BT: token ids.
@@ -97,13 +97,9 @@ class DecoderLM(nn.Module):
             positions_BT = torch.arange(n_cached, n_cached + tokens_BT.shape[1], device=tokens_BT.device)[None]
         embedding = self.tok_embeddings(tokens_BT)
         embedding = embedding * embedding.new_full((), self.config.embedding_multiplier)  # rounded first, as Gemma's is
-        if self.pos_embeddings is not None:
-            embedding = embedding + self.pos_embeddings(positions_BT)
+        embedding = add_positions(embedding, positions_BT, self.config.positions, self.pos_embeddings)
         contexts = self._contexts(positions_BT, documents_BT, tokens_BT.shape[1], cache)
-        state, z_BTD = self.before_layers((), embedding)
-        for index, layer in enumerate(self.layers):
-            state, z_BTD = layer(state, z_BTD, contexts[self.config.is_windowed(index)])
-        return z_BTD
+        return self.run(embedding, lambda layer: contexts[self.config.is_windowed(layer)])
 
     def forward(
         self,
@@ -114,7 +110,10 @@ class DecoderLM(nn.Module):
         cache: KVCache | None = None,
     ) -> Float[Tensor, "B T V"]:
         """Logits of the next token at each position; arguments as for ``hidden``."""
-        hidden_BTD = self.hidden(tokens_BT, documents_BT=documents_BT, positions_BT=positions_BT, cache=cache)
+        return self.logits(self.hidden(tokens_BT, documents_BT=documents_BT, positions_BT=positions_BT, cache=cache))
+
+    def logits(self, hidden_BTD: Float[Tensor, "B T D"]) -> Float[Tensor, "B T V"]:
+        """The logits of final hidden vectors."""
         logits_BTV = self.lm_head(hidden_BTD)
         if self.logit_scale is not None:
             logits_BTV = self.logit_scale(logits_BTV)
@@ -125,6 +124,7 @@ class DecoderLM(nn.Module):
     def _check(
         self, tokens_BT: Tensor, documents_BT: Tensor | None, positions_BT: Tensor | None, cache: KVCache | None
     ) -> None:
+        check_tokens(tokens_BT, self.config.vocab_size)
         n_cached = 0 if cache is None else cache.length
         n_keys = n_cached + tokens_BT.shape[1]
         if n_keys > self.config.max_seq_len:
@@ -164,3 +164,17 @@ class DecoderLM(nn.Module):
             return Context(rope, mask, config.causal, cache, links)
 
         return {windowed: context(windowed) for windowed in {config.is_windowed(i) for i in range(config.n_layers)}}
+
+
+def check_tokens(tokens_BT: Tensor, vocab_size: int) -> None:
+    """Raises ValueError for a token id outside [0, vocab_size); only on a CPU, where it does not wait for a device.
+
+    >>> check_tokens(torch.tensor([[7]]), vocab_size=5)
+    Traceback (most recent call last):
+    ValueError: token ids must be at least 0 and below vocab_size 5, got 7
+    """
+    if tokens_BT.is_cpu and tokens_BT.numel() and not torch.compiler.is_compiling():
+        lowest, highest = (int(bound) for bound in tokens_BT.aminmax())
+        if lowest < 0 or highest >= vocab_size:
+            wrong = lowest if lowest < 0 else highest
+            raise ValueError(f"token ids must be at least 0 and below vocab_size {vocab_size}, got {wrong}")

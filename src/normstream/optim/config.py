@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+from normstream.checks import check_types
 from normstream.names import check_choice
 
 Kind = Literal["adamw", "radam", "sgd", "muon", "muonclip"]
@@ -26,6 +27,7 @@ class QKClipConfig:
     """Where query heads share a key head: clip the group by its largest logit, or only the query head over it."""
 
     def __post_init__(self) -> None:
+        check_types(self, "qk_clip.")
         if self.threshold is not None and not 0 < self.threshold < math.inf:
             raise ValueError(f"qk_clip.threshold must be a number above 0, or None, got {self.threshold}")
         if not 0 <= self.alpha <= 1:
@@ -65,6 +67,7 @@ class OptimizerConfig:
     """Clipping of attention logits by the weights of queries and keys."""
 
     def __post_init__(self) -> None:
+        check_types(self, "optimizer.")
         check_choice("optimizer.kind", self.kind, Kind)
         if not 0 < self.lr < math.inf:
             raise ValueError(f"optimizer.lr must be a number above 0, got {self.lr}")

@@ -15,6 +15,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from normstream.checks import check_types
 from normstream.names import check_choice
 
 Shape = Literal["constant", "linear", "cosine", "wsd", "noam"]
@@ -38,6 +39,7 @@ class ScheduleConfig:
     """Share of all steps that wsd decays over, at the end."""
 
     def __post_init__(self) -> None:
+        check_types(self, "schedule.")
         check_choice("schedule.kind", self.kind, Shape)
         if self.warmup < 0:
             raise ValueError(f"schedule.warmup must be at least 0, got {self.warmup}")

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from normstream.junctions import Join, LerpJoin, PostNormRead, Read, Start
+from normstream.layers.expert_linear import ExpertLinear
 from normstream.layers.inner import NOTHING_INNER, Inner
 from normstream.norms import unit
 from normstream.placements.placement import Build, InitScheme, Placement, Slot
@@ -71,10 +72,15 @@ class NGPT(Placement):
 
     @torch.no_grad()
     def after_step(self, model: nn.Module) -> None:
-        """Norms every matrix along the axis that meets the stream: columns of those that write to it, else rows."""
-        writing = {
-            getattr(module, name) for module in model.modules() for name in getattr(module, "branch_outputs", ())
-        }
+        """Norms every matrix along the axis that meets the stream: columns of those that write to it, else rows.
+
+        Matrices that start at 0 (adaLN-zero) are left as they are: normed, they would be at full size after one step.
+        """
+
+        def named(attribute: str) -> set[nn.Module]:
+            return {getattr(owner, name) for owner in model.modules() for name in getattr(owner, attribute, ())}
+
+        writing, zero = named("branch_outputs"), named("zero_matrices")
         for module in model.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                module.weight.copy_(unit(module.weight, axis=0 if module in writing else 1))
+            if isinstance(module, nn.Linear | nn.Embedding | ExpertLinear) and module not in zero:
+                module.weight.copy_(unit(module.weight, axis=-2 if module in writing else -1))

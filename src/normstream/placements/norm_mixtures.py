@@ -65,7 +65,8 @@ class HybridNorm(SingleStream):
              +-> attention (Q, K, V) --+         +---> F ----+
 
     The norm's output is both the feed-forward's input and what its update is added to; a block's output is a raw sum.
-    The norm sits in the join of whatever sublayer comes before a feed-forward.
+    The norm sits in the join of whatever sublayer comes before a feed-forward: cross-attention, between attention and
+    feed-forward, reads the raw stream as attention does, with norms on its own queries, keys and values.
 
     >>> [junction.join.__class__.__name__ for junction in HybridNorm().junctions(dim=2, n_layers=1)]
     ['Start', 'PostNormJoin', 'PreNormJoin']

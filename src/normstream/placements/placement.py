@@ -145,6 +145,14 @@ class Placement:
         """The placement that governs block ``layer`` (0-based): itself, unless placements change with depth."""
         return self
 
+    @property
+    def cross_inner(self) -> Inner:
+        """What belongs inside cross-attention: the norms on queries, keys and values, and the link of scores.
+
+        Sub-LN's and NormFormer's authors leave it without the norm of the merged heads and without factors of heads.
+        """
+        return replace(self.inner, context="none", head_scale="none")
+
     def after_step(self, model: nn.Module) -> None:
         """What the recipe does to the parameters after each optimizer step: as a rule nothing."""
 

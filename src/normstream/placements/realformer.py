@@ -24,6 +24,8 @@ class RealFormer(Placement):
         x ---+-------------------> A ---> + -> N ---> x
              +----------------------------^
 
+    Cross-attention has a stream of scores apart from attention's, as the paper has it.
+
     >>> RealFormer().inner.link
     'scores'
     """

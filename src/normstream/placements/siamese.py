@@ -14,6 +14,7 @@ from normstream.placements.registry import register
 DepthScale = Literal["code", "paper", "sublayer", "none"]
 ReadOut = Literal["code", "paper"]
 Pair = Literal["post-pre", "pre-pre", "post-post"]
+ATTENTIONS = ("attention", "cross_attention")
 
 
 def depth_scale(kind: DepthScale, slot: Slot) -> float:
@@ -119,7 +120,8 @@ class SiameseNormHybridPre(Siamese):
     """SiameseNorm hybrid-pre, the wiring of the paper's language models.
 
     Attention reads z = c1 * x + N_y(y) without an input norm (per-head norms on Q, K and V take its place) and leaves
-    x normed for the feed-forward, which reads z = N_in(x + N_y(y)) and leaves x as a raw sum.
+    x normed for the feed-forward, which reads z = N_in(x + N_y(y)) and leaves x as a raw sum. Cross-attention reads as
+    attention does, with a c1 of its own, and x is still normed once a block, before the feed-forward.
 
     With ``first_block=pre`` the first block is as in HybridNorm*: attention reads z = N(x) + N_y(y), without c1, the
     feed-forward z = N_in(N_ff(x) + N_y(y)), and x stays a raw sum throughout.
@@ -154,12 +156,12 @@ class SiameseNormHybridPre(Siamese):
     def read(self, slot: Slot, build: Build) -> Read:
         norm_y = build.norm()
         norm_x = build.norm() if self._is_pre(slot) else None
-        if slot.kind == "attention":
+        if slot.kind in ATTENTIONS:
             return HybridPreRead(build.dim, norm_y) if norm_x is None else SiameseRead(norm_y, None, norm_x)
         return SiameseRead(norm_y, build.input_norm() if self.input_norm else None, norm_x)
 
     def join(self, slot: Slot, build: Build) -> Join:
-        stays_raw = slot.following == "attention" or (self._is_pre(slot) and slot.following is not None)
+        stays_raw = slot.following in ATTENTIONS or (self._is_pre(slot) and slot.following is not None)
         norm_x = None if stays_raw else build.norm()
         return SiameseJoin(norm_x, depth_scale(self.depth_scale, slot), build.drop(slot))
 

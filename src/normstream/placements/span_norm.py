@@ -19,9 +19,11 @@ class SpanNorm(SingleStream):
              |         v                        ^
              +--> A -- + -> N_span ---> M ------+
 
-    The very first attention reads a normed embedding; its residual is the raw one.
+    The very first attention reads a normed embedding; its residual is the raw one. A cross-attention C between the two
+    is Post-Norm on the vector y that the feed-forward would have read, y <- N(y + C(y)), and the second residual spans
+    all three sublayers: our own reading, since the paper has none.
 
-    Raises ValueError for blocks that are not an attention followed by a feed-forward.
+    Raises ValueError for blocks that are not an attention, perhaps a cross-attention, and a feed-forward.
 
     >>> row = SpanNorm().junctions(dim=2, n_layers=2)
     >>> [junction.read.__class__.__name__ for junction in row]
@@ -42,16 +44,19 @@ class SpanNorm(SingleStream):
     """Whether the very first attention reads a normed embedding."""
 
     def blocks(self, n_layers: int, sublayers: Sequence[str]) -> list[tuple[str, ...]]:
-        if tuple(sublayers) != ("attention", "feed_forward"):
-            raise ValueError(f"span_norm needs blocks of attention and feed_forward, got {', '.join(sublayers)}")
+        if tuple(sublayers) not in (("attention", "feed_forward"), ("attention", "cross_attention", "feed_forward")):
+            raise ValueError(
+                "span_norm needs blocks with nothing or cross_attention between attention and feed_forward, got "
+                f"{', '.join(sublayers)}"
+            )
         return super().blocks(n_layers, sublayers)
 
     def read(self, slot: Slot, build: Build) -> Read:
-        if slot.kind == "feed_forward":
-            return SpanRead(build.input_norm())
+        if slot.kind != "attention":
+            return SpanRead(build.input_norm(), keeps=slot.kind == "cross_attention")
         return PreNormRead(build.input_norm()) if slot.index == 0 and self.first_norm else PostNormRead()
 
     def join(self, slot: Slot, build: Build) -> Join:
-        if slot.kind == "attention":
-            return SpanJoin(build.drop(slot))
-        return PostNormJoin(build.norm(), build.drop(slot))
+        if slot.kind == "feed_forward":
+            return PostNormJoin(build.norm(), build.drop(slot))
+        return SpanJoin(build.drop(slot))

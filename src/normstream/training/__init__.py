@@ -7,6 +7,7 @@ from normstream.training.checkpoint import load_model as load_model
 from normstream.training.checkpoint import read_checkpoint as read_checkpoint
 from normstream.training.checkpoint import read_checkpoint_config as read_checkpoint_config
 from normstream.training.config import TrainConfig as TrainConfig
+from normstream.training.config import default_config as default_config
 from normstream.training.config import resolve as resolve
 from normstream.training.config import resolve_device as resolve_device
 from normstream.training.config_file import config_from_dict as config_from_dict

@@ -3,6 +3,7 @@
     checkpoints/step_00000300/
         model.safetensors      parameters (a tied one once, under its first name)
         optimizer.safetensors  optimizer state, as KEY/PARAMETER NAME
+        ema.safetensors        averaged parameters, of a run that averages them (see normstream.training.ema)
         tokenizer.json         the tokenizer, unless it is bytes
         state.json             format, step, SHA-256 of the files above, config, and the state of the run
 
@@ -24,7 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from normstream.models import DecoderConfig, DecoderLM
+from normstream.models import build_model
 from normstream.training.config import TrainConfig
 from normstream.training.config_file import config_from_dict
 from normstream.training.files import read_json, sync, write_json, write_text
@@ -33,6 +34,7 @@ FORMAT = 1
 """Version of the layout above; a reader refuses every other."""
 STEP_FOLDER = r"step_\d{8,}"
 TENSOR_FILES = ("model.safetensors", "optimizer.safetensors")
+AVERAGE_FILE = "ema.safetensors"
 TOKENIZER_FILE = "tokenizer.json"
 STATE_KEYS = frozenset({"step", "sha256", "config", "corpus_hash", "metrics_bytes", "scaler", "progress"})
 """What state.json has besides its format."""
@@ -52,25 +54,47 @@ class Checkpoint:
     """Parameters by name."""
     optimizer: dict[str, Tensor]
     """Optimizer state by ``KEY/PARAMETER NAME``."""
+    average: dict[str, Tensor]
+    """Averaged parameters by name; empty if the run has no average."""
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """What to evaluate and to go on from elsewhere: the averaged parameters where there are any."""
+        return self.model | self.average
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters by name, a tied one once."""
-    return {name: parameter.detach().contiguous() for name, parameter in model.named_parameters()}
+    """The parameters by name, a tied one once, and the buffers that belong to the model's state (a router's bias)."""
+    return {name: tensor.detach().contiguous() for name, tensor in _state(model).items()}
+
+
+def _state(model: nn.Module) -> dict[str, Tensor]:
+    kept = model.state_dict(keep_vars=True)
+    return {**dict(model.named_parameters()), **{n: b for n, b in model.named_buffers() if n in kept}}
 
 
 def load_model_tensors(model: nn.Module, tensors: Mapping[str, Tensor], source: Path) -> None:
-    """Copies tensors into the parameters; raises ValueError unless names and shapes are the same."""
-    parameters = dict(model.named_parameters())
-    wrong = sorted(parameters.keys() ^ tensors.keys())
-    wrong += [name for name in parameters.keys() & tensors.keys() if parameters[name].shape != tensors[name].shape]
+    """Copies tensors into parameters and buffers; raises ValueError unless names and shapes are the same."""
+    parameters = _state(model)
+    check_fit(parameters, tensors, source)
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(tensors[name])
+
+
+def check_fit(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor], source: Path) -> None:
+    """Raises ValueError that names ``source`` unless ``tensors`` has the names and shapes of a model's ``own``.
+
+    >>> check_fit({"w": torch.zeros(1)}, {}, Path("model.safetensors"))
+    Traceback (most recent call last):
+    ValueError: model.safetensors does not fit the model: w missing, unknown or of another shape
+    """
+    wrong = sorted(own.keys() ^ tensors.keys())
+    wrong += [name for name in own.keys() & tensors.keys() if own[name].shape != tensors[name].shape]
     if wrong:
         raise ValueError(
             f"{source} does not fit the model: {', '.join(wrong[:5])} missing, unknown or of another shape"
         )
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(tensors[name])
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -109,10 +133,11 @@ def save_checkpoint(
     state: Mapping[str, Any],
     keep: int,
     tokenizer: str | None = None,
+    average: Mapping[str, Tensor] | None = None,
 ) -> Path:
     """Writes ``folder/step_N`` and then removes all but the newest ``keep`` checkpoints.
 
-    ``tokenizer`` is the content of a tokenizer.json, or None for bytes.
+    ``tokenizer`` is the content of a tokenizer.json, or None for bytes; ``average`` are averaged parameters, or None.
 
     Raises:
         OSError: if it cannot be written, a full disk for instance; earlier checkpoints are then untouched and nothing
@@ -123,14 +148,17 @@ def save_checkpoint(
     try:
         folder.mkdir(exist_ok=True)
         temporary.mkdir()
-        for name, tensors in zip(TENSOR_FILES, (model, optimizer), strict=True):
+        files: dict[str, Mapping[str, Tensor]] = dict(zip(TENSOR_FILES, (model, optimizer), strict=True))
+        if average is not None:
+            files[AVERAGE_FILE] = average
+        for name, tensors in files.items():
             save_file(dict(tensors), temporary / name)
             sync(temporary / name)
         if tokenizer is not None:
             write_text(temporary / TOKENIZER_FILE, tokenizer)
         digests = {path.name: _sha256(path) for path in sorted(temporary.iterdir())}
         write_json(temporary / "state.json", {"format": FORMAT, "step": step, "sha256": digests, **state})
-        for name in TENSOR_FILES:  # safetensors makes files that only their owner can read
+        for name in files:  # safetensors makes files that only their owner can read
             shutil.copymode(temporary / "state.json", temporary / name)
         sync(temporary)
         os.rename(temporary, path)
@@ -167,8 +195,9 @@ def read_checkpoint(path: Path) -> Checkpoint:
     """
     state = _read_state(path)
     model, optimizer = (_read_tensors(path / name, state) for name in TENSOR_FILES)
+    average = _read_tensors(path / AVERAGE_FILE, state) if AVERAGE_FILE in state["sha256"] else {}
     _verify_tokenizer(path, state)
-    return Checkpoint(path, state["step"], state, model, optimizer)
+    return Checkpoint(path, state["step"], state, model, optimizer, average)
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -185,17 +214,25 @@ def find_checkpoint(path: Path) -> Path:
     return found[-1]
 
 
-def load_model(path: Path) -> DecoderLM:
+def load_model(path: Path, *, ema: bool = True) -> Any:
     """The model of a checkpoint folder, or of the newest checkpoint of a run folder, in evaluation mode.
+
+    Args:
+        path: the folder.
+        ema: take the averaged parameters, if the run averaged them; without it the model has those of the last update.
 
     Raises:
         ValueError: if there is none, or it is cut off, changed or of an unknown format.
     """
     path = find_checkpoint(path)
     state = _read_state(path)
-    model = DecoderLM(config_from_dict(state["config"]["model"], DecoderConfig, "model."))
+    model = build_model(config_from_dict(state["config"], TrainConfig).model)
     weights = path / "model.safetensors"
     load_model_tensors(model, _read_tensors(weights, state), weights)
+    if ema and AVERAGE_FILE in state["sha256"]:
+        tensors = _read_tensors(path / AVERAGE_FILE, state)
+        check_fit(dict(model.named_parameters()), tensors, path / AVERAGE_FILE)
+        load_model_tensors(model, model_tensors(model) | tensors, path / AVERAGE_FILE)
     return model.eval()
 
 

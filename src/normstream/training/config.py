@@ -1,20 +1,23 @@
 """Everything that determines a training run."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
 
-from normstream.data import Data, DataConfig
-from normstream.models import DecoderConfig
+from normstream.checks import check_types
+from normstream.models import ModelConfig
 from normstream.names import check_choice
 from normstream.ops import Backend
 from normstream.optim import OptimizerConfig, ScheduleConfig
 from normstream.optim.qk_clip import QK_NORM
+from normstream.tasks import TaskData, TaskName, get_task
+from normstream.tasks.chunked_loss import LARGE_VOCABULARY
+from normstream.tasks.losses import Precision
 
-Precision = Literal["fp32", "bf16", "fp16"]
 Recomputation = Literal["none", "inputs", "selective", "layer"]
 ChunkedLoss = Literal["auto", "always", "never"]
 _COUNTS = (
@@ -33,10 +36,13 @@ class TrainConfig:
     8
     """
 
-    model: DecoderConfig = field(default_factory=DecoderConfig)
-    """The model; its vocab_size is taken from the data."""
-    data: DataConfig = field(default_factory=DataConfig)
-    """The text and how it is cut."""
+    task: TaskName = "lm"
+    """What is learnt: lm (the next token), mlm (masked tokens), translation, vision (classes of images), diffusion
+    (images), classification (of texts or pairs of them); it decides what model and data are."""
+    model: ModelConfig = field(default=cast(ModelConfig, None))
+    """The model; what the data decides, such as its vocab_size, is taken from there."""
+    data: Any = None
+    """The data, and how samples are made of it."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """Which one, and its options."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -44,13 +50,17 @@ class TrainConfig:
     steps: int = 300
     """Number of updates."""
     batch_size: int = 8
-    """Sequences of one update, over all its micro-batches."""
+    """Samples of one update, over all its micro-batches."""
     grad_accumulation: int = 1
-    """Micro-batches that the sequences of one update are cut into; the update stays the same."""
+    """Micro-batches that the samples of one update are cut into; the update stays the same."""
     clip: float | None = 1.0
     """Largest global gradient norm; None does not clip."""
     z_loss: float = 0.0
     """Coefficient of mean(log^2 Z), added to the training loss (PaLM 1e-4, OLMo 2 1e-5); evaluations leave it out."""
+    label_smoothing: float = 0.0
+    """Part of each target's probability that is spread over all classes in training; evaluations leave it out."""
+    ema: float = 0.0
+    """Decay of an exponential moving average of the weights, which evaluations then use (DiT 0.9999); 0 keeps none."""
     precision: Precision = "fp32"
     """fp32, or autocast to bf16 or to fp16 with dynamic loss scaling; parameters are float32 always."""
     seed: int = 0
@@ -76,7 +86,7 @@ class TrainConfig:
     eval_every: int = 25
     """Steps between evaluations; one more follows the last step."""
     eval_batches: int = 16
-    """Batches of an evaluation, spread evenly over the validation text."""
+    """Batches of an evaluation, spread evenly over the validation split."""
     stats_every: int = 25
     """Steps between rows of per-layer statistics."""
     checkpoint_every: int = 100
@@ -88,7 +98,23 @@ class TrainConfig:
     init_from: Path | None = None
     """Checkpoint folder, run folder or .safetensors file whose weights the run starts from."""
 
+    @staticmethod
+    def nested(values: Mapping[str, Any]) -> dict[str, type[Any]]:
+        """The classes of model and data that a config with these plain values has; the task decides."""
+        task = get_task(values.get("task", "lm"))
+        return {"model": task.model_config, "data": task.data_config}
+
     def __post_init__(self) -> None:
+        for name, kind in self.nested({"task": self.task}).items():
+            value = getattr(self, name)
+            if value is None:
+                object.__setattr__(self, name, kind())
+            elif not isinstance(value, kind):
+                raise ValueError(
+                    f"task {self.task} takes {name} of class {kind.__name__}, got {type(value).__name__}; "
+                    f"give another task or another {name}"
+                )
+        check_types(self)
         check_choice("precision", self.precision, Precision)
         check_choice("junctions", self.junctions, Backend)
         check_choice("activation_checkpointing", self.activation_checkpointing, Recomputation)
@@ -117,24 +143,48 @@ class TrainConfig:
             raise ValueError(
                 f"schedule.warmup {self.schedule.warmup} is longer than the run of {self.steps} steps; change either"
             )
-        if self.data.seq_len > self.model.max_seq_len:
+        if not 0 <= self.label_smoothing < 1:
+            raise ValueError(f"label_smoothing must be in [0, 1), got {self.label_smoothing}")
+        if not 0 <= self.ema < 1:
+            raise ValueError(f"ema must be in [0, 1), got {self.ema}")
+        if self.chunked_loss == "always" and (self.task != "lm" or self.label_smoothing > 0):
             raise ValueError(
-                f"data.seq_len {self.data.seq_len} is above model.max_seq_len {self.model.max_seq_len}; change one"
+                "chunked_loss always is for task lm without label_smoothing; leave it at auto, which takes it where it "
+                "can be had"
             )
-        if not self.model.causal:
-            raise ValueError(
-                "a language model must be causal, but model.causal is false: each position would see the token that it "
-                "is to predict; set model.causal to true"
-            )
+        get_task(self.task).check(self)
         if self.optimizer.clip_threshold is not None:
             normed = [layer for layer in range(self.model.n_layers) if self.model.inner_of(layer).qk != "none"]
             if normed:
                 raise ValueError(QK_NORM.format(where=f"in layer {normed[0]}"))
 
+    def is_chunked(self, device: torch.device) -> bool:
+        """Whether a language model's head and loss are computed in chunks.
 
-def resolve(config: TrainConfig, data: Data) -> TrainConfig:
-    """The config with the data's vocabulary size in the model; this is the one that a run writes."""
-    return replace(config, model=replace(config.model, vocab_size=data.vocab_size))
+        >>> TrainConfig().is_chunked(torch.device("cpu"))
+        False
+        """
+        if self.chunked_loss == "auto":
+            large = getattr(self.model, "vocab_size", 0) >= LARGE_VOCABULARY
+            return device.type == "cuda" and large and self.task == "lm" and self.label_smoothing == 0
+        return self.chunked_loss == "always"
+
+
+def default_config(task: str) -> TrainConfig:
+    """What the command line starts from: the task's own defaults, else those of ``TrainConfig``.
+
+    Raises ValueError with the nearest name for an unknown task.
+
+    >>> default_config("lm") == TrainConfig()
+    True
+    """
+    kind = get_task(task)
+    return TrainConfig(task=kind.name, **kind.defaults())
+
+
+def resolve(config: TrainConfig, data: TaskData) -> TrainConfig:
+    """The config with what the data decides in the model, its vocabulary size for one; a run writes this one."""
+    return replace(config, model=get_task(config.task).resolve(config.model, data))
 
 
 def resolve_device(name: str) -> torch.device:

@@ -54,6 +54,8 @@ def config_from_dict(values: Any, kind: type[T], where: str = "") -> T:
     if not isinstance(values, dict):
         raise ValueError(f"{where.rstrip('.') or 'the config'} must be a mapping of keys to values, got {values!r}")
     hints = typing.get_type_hints(kind)
+    if (nested := getattr(kind, "nested", None)) is not None:  # classes that depend on other values
+        hints |= nested(values)
     known = [field.name for field in dataclasses.fields(kind)]  # pyright: ignore[reportArgumentType]
     for key in values:
         if key not in known:

@@ -3,19 +3,17 @@
 *Diverged*: the loss or the gradient norm of an update is not finite (the run stops there, before that update is
 applied; in fp16 a gradient that is not finite only skips the update, unless 25 updates in a row are skipped), or, when
 the run ends, its validation loss is not finite, or the mean of its last 20 training losses lies above the larger of its
-first loss and ln(vocabulary), the loss of a uniform guess. The divergence step of that mean is where it went above for
-the last time.
+first loss and that of a guess that knows nothing, ln(vocabulary) for a language model. The divergence step of that mean
+is where it went above for the last time.
 
-*Collapsed*: a run of at least 100 steps ends with a validation loss that is not at least 0.05 below the unigram loss,
-the validation loss of a model that knows only how often each token occurs in the training text. Such a run is finite
-and quiet, but the model ignores its context: Post-Norm at too high a rate ends so.
+*Collapsed*: a run of at least 100 steps ends with a validation loss that is not at least 0.05 below the baseline loss,
+that of a model which ignores its input: of a language model that knows only how often each token occurs in the training
+text. Such a run is finite and quiet, but has learnt nothing of its task: Post-Norm at too high a rate ends so.
 """
 
 import math
 from collections import deque
 from collections.abc import Iterable
-
-import numpy as np
 
 WINDOW = 20
 MAX_SKIPS_IN_A_ROW = 25
@@ -27,7 +25,7 @@ class DivergenceDetector:
     """Follows the training losses; its attributes are saved in checkpoints.
 
     Args:
-        uniform: ln(vocabulary).
+        uniform: the loss of a guess that knows nothing.
         limit: the larger of ``uniform`` and the first loss, None before there is one.
         recent: the last 20 losses.
         above_since: step at which their mean went above the limit, None if it is not above.
@@ -84,32 +82,10 @@ def nonfinite_cause(loss: float, grad_norm: float) -> str | None:
     return None if math.isfinite(grad_norm) else f"gradient norm is {grad_norm}"
 
 
-def collapsed(val_loss: float | None, unigram_loss: float, steps: int) -> bool:
-    """Whether the model has learnt no more than token frequencies, by the definition above.
+def collapsed(val_loss: float | None, baseline_loss: float, steps: int) -> bool:
+    """Whether the model has learnt no more than the baseline knows, by the definition above.
 
-    >>> collapsed(3.22, unigram_loss=3.2, steps=300), collapsed(2.1, unigram_loss=3.2, steps=300)
+    >>> collapsed(3.22, baseline_loss=3.2, steps=300), collapsed(2.1, baseline_loss=3.2, steps=300)
     (True, False)
     """
-    return val_loss is not None and steps >= COLLAPSE_MIN_STEPS and val_loss > unigram_loss - COLLAPSE_MARGIN
-
-
-def token_counts(tokens: np.ndarray, vocab_size: int, chunk: int = 1 << 22) -> np.ndarray:
-    """How often each token id occurs, counted in chunks so that a corpus on disk stays there.
-
-    >>> token_counts(np.array([1, 1, 0], dtype=np.uint16), vocab_size=3).tolist()
-    [1, 2, 0]
-    """
-    counts = np.zeros(vocab_size, dtype=np.int64)
-    for start in range(0, len(tokens), chunk):
-        counts += np.bincount(tokens[start : start + chunk], minlength=vocab_size)
-    return counts
-
-
-def unigram_loss(train_counts: np.ndarray, targets: np.ndarray) -> float:
-    """``-sum over targets of log p(target)`` divided by their number, p from training counts plus one.
-
-    >>> round(unigram_loss(np.array([3, 3]), np.array([0, 1, 1])), 4)
-    0.6931
-    """
-    counts = train_counts.astype(np.float64) + 1
-    return float(-np.log(counts / counts.sum())[targets].mean())
+    return val_loss is not None and steps >= COLLAPSE_MIN_STEPS and val_loss > baseline_loss - COLLAPSE_MARGIN

@@ -8,13 +8,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
-from normstream.data import Data, Loader, load_data
+from normstream.data import Loader
 from normstream.init import initialize
 from normstream.machine import tune_allocator
-from normstream.models import DecoderLM
+from normstream.models import build_model
+from normstream.tasks import TaskData, get_task
 from normstream.training.checkpoint import (
     Checkpoint,
     load_model_tensors,
@@ -25,8 +25,7 @@ from normstream.training.checkpoint import (
 )
 from normstream.training.config import TrainConfig, resolve, resolve_device
 from normstream.training.config_file import config_to_dict, config_to_yaml
-from normstream.training.divergence import MAX_SKIPS_IN_A_ROW, collapsed, nonfinite_cause, token_counts, unigram_loss
-from normstream.training.evaluate import NO_TARGET, count_targets, eval_batches, mean_loss
+from normstream.training.divergence import MAX_SKIPS_IN_A_ROW, collapsed, nonfinite_cause
 from normstream.training.files import write_text
 from normstream.training.init_from import InitReport, init_from
 from normstream.training.lock import FolderLock
@@ -49,18 +48,18 @@ def train(
     *,
     resume: bool = False,
     accept_changes: bool = False,
-    data: Data | None = None,
+    data: TaskData | None = None,
     on_row: OnRow | None = None,
 ) -> RunResult:
     """Trains a model and leaves everything about it in a run folder (see ``normstream.training.run_folder``).
 
     Args:
-        config: the run; its model.vocab_size is taken from the data.
+        config: the run; what the data decides of the model (its vocab_size, say) is taken from there.
         run_dir: a new folder, or with ``resume`` that of the run to go on with. A run that was killed goes on from its
             newest checkpoint, one that has ended returns its result, and where there is none yet one is started.
         resume: see there.
         accept_changes: resume although the config differs in the learning rate, schedule, steps or the like.
-        data: what ``load_data(config.data)`` would give, to load it once for many runs.
+        data: what the task's ``load(config.data)`` would give, to load it once for many runs.
         on_row: called with every row of metrics after it is written.
 
     Raises:
@@ -72,7 +71,7 @@ def train(
     run = RunFolder(run_dir)
     exists = run.check(resume)
     allocator = tune_allocator() if config.tune_allocator else "left as it is, by tune_allocator"
-    data = load_data(config.data) if data is None else data
+    data = get_task(config.task).load(config.data) if data is None else data
     if data.config != config.data:
         raise ValueError(f"the data given was loaded with another config: {data.config}, expected {config.data}")
     config = resolve(config, data)
@@ -116,7 +115,7 @@ class Trainer:
         self,
         config: TrainConfig,
         run: RunFolder,
-        data: Data,
+        data: TaskData,
         device: torch.device,
         on_row: OnRow | None,
         allocator: str,
@@ -124,12 +123,10 @@ class Trainer:
         self.config, self.run, self.data, self.device, self.on_row = config, run, data, device, on_row
         self.allocator = allocator
         self.loader = Loader(data.train, config.batch_size, config.seed)
-        self.eval_batches = list(eval_batches(data.validation, config.batch_size, config.eval_batches))
-        if not any(map(count_targets, self.eval_batches)):
-            raise ValueError(f"validation: {NO_TARGET}")
-        self.model = DecoderLM(config.model)
+        self.task = get_task(config.task)(config, data)
+        self.model = build_model(config.model)
         initialize(self.model, config.seed)
-        self.progress = Progress.new(data.vocab_size)
+        self.progress = Progress.new(self.task.uniform_loss())
         self.metrics: MetricsWriter | None = None
         self.init_report: InitReport | None = None
         self.updater: Updater
@@ -149,9 +146,10 @@ class Trainer:
         info = {
             "environment": environment() | {"device": str(self.device), "allocator": self.allocator},
             "corpus_hash": self.data.corpus_hash,
-            "train_tokens": len(self.data.train.tokens),
-            "validation_tokens": len(self.data.validation.tokens),
-            "tokenizer": self.data.tokenizer.name,
+            "unit": self.task.unit,
+            "train_size": self.data.train.size,
+            "validation_size": self.data.validation.size,
+            "tokenizer": None if self.data.tokenizer is None else self.data.tokenizer.name,
             "parameters": parameters,
             "non_embedding_parameters": non_embedding,
             "init_from": None if self.init_report is None else asdict(self.init_report),
@@ -183,15 +181,18 @@ class Trainer:
 
     def _to_device(self) -> None:
         self.model.to(self.device).train()
-        self.updater = Updater(self.model, self.config)
+        self.updater = Updater(self.model, self.config, self.task)
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         """Loads a checkpoint, and drops the rows of metrics written after it."""
         state = checkpoint.state
         if state["corpus_hash"] != self.data.corpus_hash:
-            raise ValueError(f"the text has changed since {checkpoint.path} was saved: its hash is another one")
+            raise ValueError(f"the data has changed since {checkpoint.path} was saved: its hash is another one")
         load_model_tensors(self.model, checkpoint.model, checkpoint.path)
         load_optimizer_tensors(self.updater.optimizer, checkpoint.optimizer)
+        if self.updater.ema is not None:
+            applied = state["progress"]["step"] - state["progress"]["skipped"]
+            self.updater.ema.load(checkpoint.average, applied, checkpoint.path)
         if state["scaler"]:
             self.updater.scaler.load_state_dict(state["scaler"])
         self.progress = Progress.from_state(state["progress"])
@@ -261,17 +262,17 @@ class Trainer:
             return Started(self.updater.start(step, batch, probe), probe)
 
     def _train_row(self, step: int, update: Update, seconds: float) -> dict[str, Any]:
-        batch_tokens = self.config.batch_size * self.config.data.seq_len
+        batch_tokens = self.tokens_per_update
         row = {
             "kind": "train",
             "step": step,
             "loss": update.loss,
             "lr": update.lr,
             "grad_norm": update.grad_norm,
-            "tokens": step * batch_tokens,
+            "tokens": round(step * batch_tokens),
             "tokens_per_second": round(batch_tokens / seconds, 1),
         }
-        extra = {name: getattr(update, name) for name in ("z_loss", "max_logit", "clipped_heads")}
+        extra = update.parts | {name: getattr(update, name) for name in ("max_logit", "clipped_heads")}
         row |= {name: value for name, value in extra.items() if value is not None}
         if self.updater.scaler.is_enabled():
             row |= {"loss_scale": self.updater.scaler.get_scale(), "skipped": self.progress.skipped}
@@ -291,9 +292,11 @@ class Trainer:
         return cause
 
     def _evaluate(self, step: int) -> None:
-        loss = mean_loss(self.model, self.eval_batches, self.config.precision)
-        self.progress.evaluated(loss)
-        self._write({"kind": "eval", "step": step, "loss": loss})
+        with self.updater.averaged():
+            scores = self.task.evaluate(self.model)
+        self.progress.evaluated(scores["loss"])
+        self.progress.scores = {name: value for name, value in scores.items() if name != "loss"}
+        self._write({"kind": "eval", "step": step, **scores})
 
     def save(self) -> Path:
         """Saves a checkpoint of the state after the last update; returns its folder."""
@@ -312,7 +315,8 @@ class Trainer:
             optimizer_tensors(self.updater.optimizer),
             finite(state),
             self.config.keep_checkpoints,
-            self.data.tokenizer.to_json(),
+            None if self.data.tokenizer is None else self.data.tokenizer.to_json(),
+            None if self.updater.ema is None else self.updater.ema.tensors(),
         )
 
     def _verdict(self) -> tuple[int | None, str | None]:
@@ -328,9 +332,9 @@ class Trainer:
     def _finish(self, val_loss: float | None, diverged_step: int | None, cause: str | None) -> RunResult:
         """Judges the run and writes result.json."""
         progress = self.progress
-        tokens = progress.step * self.config.batch_size * self.config.data.seq_len
+        tokens = progress.step * self.tokens_per_update
         parameters, non_embedding = _sizes(self.model)
-        baseline = self._unigram_loss()
+        baseline = self.task.baseline_loss()
         result = RunResult(
             steps=progress.step,
             train_loss=progress.divergence.mean() if progress.divergence.recent else None,
@@ -340,7 +344,8 @@ class Trainer:
             diverged_step=diverged_step,
             cause=cause,
             collapsed=collapsed(val_loss, baseline, progress.step),
-            unigram_loss=baseline,
+            baseline_loss=baseline,
+            metrics=self._metrics(val_loss),
             spikes=progress.spikes.count,
             skipped=progress.skipped if self.updater.scaler.is_enabled() else 0,
             tokens_per_second=round(tokens / progress.update_seconds, 1),
@@ -349,16 +354,27 @@ class Trainer:
             non_embedding_parameters=non_embedding,
         )
         if result.collapsed:
-            cause = f"validation loss {val_loss:.4g} is hardly below that of token frequencies, {baseline:.4g}"
+            known = f"knowing only {self.task.baseline}"
+            cause = f"validation loss {val_loss:.4g} is hardly below that of {known}, {baseline:.4g}"
             self._event(progress.step, "collapsed", cause)
         if self.metrics is not None:
             self.metrics.sync()
         self.run.write_result(result)
         return result
 
-    def _unigram_loss(self) -> float:
-        targets = np.concatenate([batch.targets_BT.flatten().numpy() for batch in self.eval_batches])
-        return unigram_loss(token_counts(self.data.train.tokens, self.data.vocab_size), targets[targets >= 0])
+    def _metrics(self, val_loss: float | None) -> dict[str, float]:
+        """The task's measures of success of a run that did all its updates; a run that broke off has none."""
+        if val_loss is None:
+            return {}
+        if not math.isfinite(val_loss):
+            return self.progress.scores
+        with self.updater.averaged():
+            return self.progress.scores | self.task.judge(self.model, self.run.path)
+
+    @property
+    def tokens_per_update(self) -> float:
+        """Positions that the model works on in one update."""
+        return self.config.batch_size * self.task.tokens_per_sample(self.config, self.data)
 
     def _event(self, step: int, event: str, cause: str) -> None:
         self._write({"kind": "event", "step": step, "event": event, "cause": cause})
@@ -376,7 +392,8 @@ class Trainer:
                 self.metrics.close()
 
 
-def _sizes(model: DecoderLM) -> tuple[int, int]:
-    """Number of parameters, and the same without the embedding matrix."""
+def _sizes(model: torch.nn.Module) -> tuple[int, int]:
+    """Number of parameters, and the same without the tables of token embeddings."""
     total = sum(p.numel() for p in model.parameters())
-    return total, total - model.tok_embeddings.weight.numel()
+    tables = {name: p for name, p in model.named_parameters() if name.endswith("tok_embeddings.weight")}
+    return total, total - sum(p.numel() for p in tables.values())

@@ -4,11 +4,13 @@
 kind         other keys
 ============ ====================================================================================================
 train        step (from 1, after that update), loss, lr, grad_norm (before clipping), tokens (seen so far),
-             tokens_per_second; with a z-loss also z_loss; with QK-Clip also max_logit and clipped_heads; with fp16
+             tokens_per_second; with a z-loss also z_loss; with experts also balance_loss and router_z_loss, where
+             their coefficients are not 0; with QK-Clip also max_logit and clipped_heads; with fp16
              also loss_scale and skipped (updates skipped so far)
 layers       step, grad_norm: {embedding, layers: [L], head or null}, rms: {stream: [L + 1]} before layer 0 and
-             after each layer; with QK-Clip also max_logit: [L][H]
-eval         step, loss
+             after each layer; with QK-Clip also max_logit: [L][H]; with experts also experts: {load: [M][E], the
+             share of each expert in the tokens of its layer, dropped: [M], the share beyond capacity}, M such layers
+eval         step, loss, and the metrics of the task (accuracy ...) that cost little
 event        step, event, cause
 ============ ====================================================================================================
 

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import fields, replace
+from typing import Any
 
-from normstream.data import Batch, Loader
+from normstream.data import Loader
+from normstream.data.batches import pinned
 
 
 class Prefetcher:
@@ -32,10 +33,10 @@ class Prefetcher:
     def __init__(self, loader: Loader, steps: range, *, ahead: int, pinned: bool = False) -> None:
         self.loader, self.ahead, self.pinned = loader, ahead, pinned
         self._steps: Iterator[int] = iter(steps)
-        self._ready: dict[int, Future[Batch]] = {}
+        self._ready: dict[int, Future[Any]] = {}
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="batches") if ahead else None
 
-    def batch(self, step: int) -> Batch:
+    def batch(self, step: int) -> Any:
         """The batch of the next step; asking for it lets the thread prepare one more."""
         if self._pool is None:
             return self._make(step)
@@ -54,12 +55,6 @@ class Prefetcher:
         while len(self._ready) < self.ahead and (step := next(self._steps, None)) is not None:
             self._ready[step] = self._pool.submit(self._make, step)
 
-    def _make(self, step: int) -> Batch:
+    def _make(self, step: int) -> Any:
         batch = self.loader.batch(step)
         return pinned(batch) if self.pinned else batch
-
-
-def pinned(batch: Batch) -> Batch:
-    """The batch in memory that a GPU can copy from by itself."""
-    parts = {field.name: getattr(batch, field.name) for field in fields(batch)}
-    return replace(batch, **{name: part.pin_memory() for name, part in parts.items() if part is not None})

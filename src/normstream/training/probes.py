@@ -7,25 +7,34 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from normstream.models import DecoderLM
+from normstream.models import trunks
 from normstream.optim import global_grad_norm
+from normstream.training.expert_loads import Loads
 
 
-def layer_groups(model: DecoderLM) -> dict[str, list[nn.Parameter]]:
-    """The parameters by place: embedding (with the first junction), each layer by its number, an untied head.
+def layer_groups(model: nn.Module) -> dict[str, list[nn.Parameter]]:
+    """The parameters by place: embedding (with the first junctions), each layer by its number, the rest (head).
 
-    Every parameter is in one group, so the squared gradient norms of the groups sum to that of the model. The
-    final norm belongs to the last layer, whose last junction it closes.
+    Layers are numbered through all stacks, those of an encoder before those of its decoder. Every parameter is in one
+    group, so the squared gradient norms of the groups sum to that of the model. A final norm belongs to the last layer
+    of its stack, whose last junction it closes; a head that shares the embedding's matrix has no group.
 
-    >>> from normstream.models import DecoderConfig
+    >>> from normstream.models import DecoderConfig, DecoderLM
     >>> list(layer_groups(DecoderLM(DecoderConfig(dim=8, n_layers=2, n_heads=2))))
     ['embedding', '0', '1', 'head']
     """
-    groups = {"embedding": [*model.tok_embeddings.parameters(), *model.before_layers.parameters()]}
-    groups |= {str(i): list(layer.parameters()) for i, layer in enumerate(model.layers)}
-    if model.lm_head.weight is not model.tok_embeddings.weight:
-        groups["head"] = list(model.lm_head.parameters())
-    return groups
+    stacks = trunks(model).values()
+    tables = [module for name, module in model.named_modules() if name.endswith("embeddings")]
+    starts = [trunk.before_layers for trunk in stacks]
+    layers = [[layer] for trunk in stacks for layer in trunk.layers]
+    modules = {"embedding": [*tables, *starts], **{str(i): layer for i, layer in enumerate(layers)}, "head": [model]}
+    groups: dict[str, list[nn.Parameter]] = {}
+    known: set[nn.Parameter] = set()
+    for name, members in modules.items():
+        own = dict.fromkeys(p for module in members for p in module.parameters() if p not in known)
+        groups[name] = list(own)
+        known |= own.keys()
+    return {name: group for name, group in groups.items() if group or name != "head"}
 
 
 class LayerProbe:
@@ -33,7 +42,7 @@ class LayerProbe:
 
     The RMS of a stream is over all its elements and, with accumulation, over all micro-batches.
 
-    >>> from normstream.models import DecoderConfig
+    >>> from normstream.models import DecoderConfig, DecoderLM
     >>> model = DecoderLM(DecoderConfig(placement="pre", dim=8, n_layers=2, n_heads=2))
     >>> with LayerProbe(model) as probe:
     ...     _ = model(torch.zeros(1, 3, dtype=torch.int64))
@@ -41,17 +50,19 @@ class LayerProbe:
     3
     """
 
-    def __init__(self, model: DecoderLM) -> None:
-        self.model = model
-        self._squares: list[list[Tensor]] = []
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.trunks = model, trunks(model)
+        self._squares: dict[str, list[list[Tensor]]] = {name: [] for name in self.trunks}
         self._gradients: Tensor | None = None
+        self._loads: Loads | None = None
         self._handles: list[RemovableHandle] = []
 
     def __enter__(self) -> "LayerProbe":
-        for border in (self.model.before_layers, *self.model.layers):
-            squares: list[Tensor] = []
-            self._squares.append(squares)
-            self._handles.append(border.register_forward_hook(_measure(squares, len(self.model.streams))))
+        for name, trunk in self.trunks.items():
+            for border in (trunk.before_layers, *trunk.layers):
+                squares: list[Tensor] = []
+                self._squares[name].append(squares)
+                self._handles.append(border.register_forward_hook(_measure(squares, len(trunk.streams))))
         return self
 
     def __exit__(
@@ -64,23 +75,31 @@ class LayerProbe:
         """Measures the gradients as they are now."""
         self._gradients = torch.stack([global_grad_norm(group) for group in layer_groups(self.model).values()])
 
+    def record_experts(self, loads: Loads | None) -> None:
+        """Keeps what the routers did in this update, None of a model without experts."""
+        self._loads = loads
+
     def row(self, step: int) -> dict[str, Any]:
-        """The metrics row of kind layers."""
-        rms = torch.stack([torch.stack(squares).mean(0).sqrt() for squares in self._squares]).T.tolist()
+        """The metrics row of kind layers; of several stacks, a stream's name follows that of its stack (encoder.x)."""
         row: dict[str, Any] = {"kind": "layers", "step": step}
         if self._gradients is not None:
             norms = dict(zip(layer_groups(self.model), self._gradients.tolist(), strict=True))
-            layers = [norms[str(i)] for i in range(len(self.model.layers))]
+            layers = [norms[name] for name in norms if name.isdigit()]
             row["grad_norm"] = {"embedding": norms["embedding"], "layers": layers, "head": norms.get("head")}
-        row["rms"] = dict(zip(self.model.streams, rms, strict=True))
+        row["rms"] = {}
+        for name, trunk in self.trunks.items():
+            borders = torch.stack([torch.stack(squares).mean(0).sqrt() for squares in self._squares[name]]).T.tolist()
+            row["rms"] |= {f"{name}.{s}" if name else s: rms for s, rms in zip(trunk.streams, borders, strict=True)}
+        if self._loads is not None:
+            row["experts"] = self._loads.shares()
         return row
 
 
 def _measure(squares: list[Tensor], n_streams: int) -> Any:
     """A forward hook that appends the mean square of each stream; what travels behind the streams is left out."""
 
-    def hook(module: nn.Module, inputs: Any, output: tuple[tuple[Tensor, ...], Tensor]) -> None:
-        state, _ = output
+    def hook(module: nn.Module, inputs: Any, output: tuple[Any, ...]) -> None:
+        state = output[0]
         squares.append(torch.stack([stream.detach().float().square().mean() for stream in state[:n_streams]]))
 
     return hook

@@ -13,7 +13,7 @@ from normstream.training.step import Update
 class Progress:
     """The state of a run, saved in every checkpoint.
 
-    >>> Progress.from_state(Progress.new(vocab_size=257).state()).step
+    >>> Progress.from_state(Progress.new(uniform_loss=5.5).state()).step
     0
     """
 
@@ -31,15 +31,17 @@ class Progress:
     """Last validation loss."""
     best_val_loss: float | None = None
     """Lowest validation loss."""
+    scores: dict[str, float] = field(default_factory=dict)
+    """What else the last evaluation found."""
     update_seconds: float = 0.0
     """Time of the updates alone."""
     seconds: float = 0.0
     """Time of everything."""
 
     @classmethod
-    def new(cls, vocab_size: int) -> "Progress":
-        """At step 0."""
-        return cls(divergence=DivergenceDetector(uniform=math.log(vocab_size)))
+    def new(cls, uniform_loss: float) -> "Progress":
+        """At step 0, of a task in which a guess that knows nothing has this loss."""
+        return cls(divergence=DivergenceDetector(uniform=uniform_loss))
 
     def count(self, step: int, update: Update, seconds: float) -> bool:
         """Takes what an update reported, and says whether its loss is a spike.

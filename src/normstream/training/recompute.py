@@ -11,31 +11,32 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from normstream.models import DecoderLM
+from normstream.models import trunks
 from normstream.training.config import Recomputation
 
-PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "linear", "matmul"})
+PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "linear", "matmul", "_grouped_mm"})
 """aten's matrix products."""
 
 
-def wrap_layers(model: DecoderLM, *, compiled: bool, recomputed: Recomputation = "none", every: int = 1) -> None:
+def wrap_layers(model: nn.Module, *, compiled: bool, recomputed: Recomputation = "none", every: int = 1) -> None:
     """Compiles each layer's forward, and makes it recompute its activations in the backward pass, if asked for.
 
     The layer's own ``__call__`` stays outside, and with it all hooks, which then see each layer once per forward pass.
 
     Args:
-        model: whose ``layers`` to wrap.
+        model: the layers of whose stacks to wrap.
         compiled: whether to compile each layer.
         recomputed: nothing, sublayers' inputs alone, all but what is expensive, or whole layers.
-        every: every how many layers one is recomputed, the first of them being layer 0.
+        every: every how many layers of a stack one is recomputed, the first of them being layer 0.
 
-    >>> from normstream.models import DecoderConfig
+    >>> from normstream.models import DecoderConfig, DecoderLM
     >>> wrap_layers(DecoderLM(DecoderConfig(dim=8, n_layers=1, n_heads=2)), compiled=False, recomputed="layer")
     """
     layer: Any
-    for index, layer in enumerate(model.layers):
+    for index, layer in ((i, layer) for trunk in trunks(model).values() for i, layer in enumerate(trunk.layers)):
         what = recomputed if index % every == 0 else "none"
         layer.rebuild_z = what == "inputs"
         if what == "selective":

@@ -23,8 +23,8 @@ HARMLESS = frozenset(
     }
 )
 """Fields that do not touch the updates; they may change without a word."""
-FIXED = ("model.", "data.", "seed", "batch_size")
-"""Fields that the saved weights or the position in the data depend on; they cannot change within a run."""
+FIXED = ("task", "model.", "data.", "seed", "batch_size", "ema")
+"""Fields that the saved weights, their average or the position in the data depend on: no run changes them."""
 
 
 def changes(old: Any, new: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:

@@ -58,9 +58,11 @@ class RunResult:
     cause: str | None
     """Why."""
     collapsed: bool
-    """Whether the model learnt no more than token frequencies, as defined there."""
-    unigram_loss: float
-    """Validation loss of a model that knows only token frequencies."""
+    """Whether the model learnt no more than the baseline knows, as defined there."""
+    baseline_loss: float
+    """Validation loss of a model that ignores its input (of text: that knows only token frequencies)."""
+    metrics: dict[str, float]
+    """The task's measures of success besides the loss (accuracy, BLEU ...), after the last step."""
     spikes: int
     """Training losses that count as spikes by normstream.training.spikes."""
     skipped: int

@@ -2,21 +2,24 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from normstream.data import Batch
+from normstream import placements
+from normstream.data.batches import AnyBatch
 from normstream.junctions import set_backend
-from normstream.models import DecoderLM
 from normstream.optim import QKClip, build_optimizer, clip_gradients, global_grad_norm, learning_rate
 from normstream.placements.placement import Placement
-from normstream.training.chunked_loss import LARGE_VOCABULARY, head_loss
+from normstream.tasks import Losses, Task
+from normstream.tasks.losses import autocast
 from normstream.training.config import TrainConfig
-from normstream.training.evaluate import autocast, count_targets, hidden_of, logits_of, loss_sum, z_loss_sum
+from normstream.training.ema import Ema
+from normstream.training.expert_loads import ExpertLoads
 from normstream.training.probes import LayerProbe
 from normstream.training.recompute import wrap_layers
 
@@ -26,15 +29,15 @@ class Update:
     """What one update reports."""
 
     loss: float
-    """Mean cross-entropy over the targets of all micro-batches, before the update."""
+    """Mean loss over the targets of all micro-batches, before the update."""
     grad_norm: float
     """True global norm, after accumulation and unscaling, before clipping."""
     lr: float
     """Learning rate."""
     applied: bool
     """False if the loss or the norm is not finite; parameters and optimizer state are then as before."""
-    z_loss: float | None = None
-    """What the z-loss adds to the loss, coefficient included; None if there is none."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """What else is added to the loss, coefficients included: a z-loss, the losses of routers."""
     max_logit: float | None = None
     """With QK-Clip, the largest attention logit of all heads, before the update."""
     clipped_heads: int | None = None
@@ -57,21 +60,24 @@ class Updater:
         model: float32 parameters; its layers are wrapped for compilation and activation checkpointing if the config
             says so.
         config: the run.
+        task: says what the loss is.
         runs_ahead: whether the device decides; None means on CUDA, if the config says so and ``why_not_ahead`` is None.
 
     Raises:
         ValueError: if the device is to decide but cannot.
     """
 
-    def __init__(self, model: DecoderLM, config: TrainConfig, *, runs_ahead: bool | None = None) -> None:
-        self.model, self.config = model, config
+    def __init__(self, model: Any, config: TrainConfig, task: Task, *, runs_ahead: bool | None = None) -> None:
+        self.model, self.config, self.task = model, config, task
+        self.placement = placements.get(config.model.placement)
         self.device = next(model.parameters()).device
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = build_optimizer(model, config.optimizer)
         threshold = config.optimizer.clip_threshold
         self.qk_clip = None if threshold is None else QKClip(model, threshold, config.optimizer.qk_clip)
+        self.ema = Ema(model, config.ema) if config.ema > 0 else None
+        self.experts = ExpertLoads(model)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.precision == "fp16")
-        self.chunked_loss = is_chunked(config, self.device)
         obstacle = self.why_not_ahead()
         if runs_ahead and obstacle is not None:
             raise ValueError(f"the device cannot decide whether an update is applied: {obstacle}")
@@ -83,6 +89,10 @@ class Updater:
             model, compiled=config.compile, recomputed=config.activation_checkpointing, every=config.recompute_every
         )
 
+    def averaged(self) -> AbstractContextManager[None]:
+        """While entered, the model has the weights that evaluations use: the averaged ones, if there is an average."""
+        return nullcontext() if self.ema is None else self.ema.swapped()
+
     def why_not_ahead(self) -> str | None:
         """What needs the numbers of an update before the next one can start, None if nothing does."""
         if not getattr(self.optimizer, "_step_supports_amp_scaling", False):
@@ -91,15 +101,17 @@ class Updater:
             return "the loss scale of fp16 depends on every update"
         if self.qk_clip is not None:
             return "QK-Clip changes the weights after each update that is applied"
-        if type(self.model.placement).after_step is not Placement.after_step:
-            return f"the placement {self.model.placement} changes the weights after each update that is applied"
+        if self.experts.moves_biases:
+            return "the routers' biases change after each update that is applied"
+        if type(self.placement).after_step is not Placement.after_step:
+            return f"the placement {self.placement} changes the weights after each update that is applied"
         return None
 
-    def __call__(self, step: int, batch: Batch, probe: LayerProbe | None = None) -> Update:
+    def __call__(self, step: int, batch: AnyBatch, probe: LayerProbe | None = None) -> Update:
         """Does update number ``step`` (from 1) with all sequences of one batch."""
         return self.start(step, batch, probe)()
 
-    def start(self, step: int, batch: Batch, probe: LayerProbe | None = None) -> Callable[[], Update]:
+    def start(self, step: int, batch: AnyBatch, probe: LayerProbe | None = None) -> Callable[[], Update]:
         """Starts update number ``step``; returns what waits until it is done and says what it reports.
 
         Only with ``runs_ahead`` there is something to wait for.
@@ -111,16 +123,20 @@ class Updater:
         norm = global_grad_norm(self.parameters)
         if probe is not None:
             probe.record_gradients()
-        logits = [] if self.qk_clip is None else [self.qk_clip.largest(), self.qk_clip.n_over()]
-        numbers = torch.stack([*losses, norm, *logits])
+            probe.record_experts(self.experts.loads)
+        named = losses if self.qk_clip is None else losses | self._logits(self.qk_clip)
+        numbers = torch.stack([losses["loss"], norm, *(value for name, value in named.items() if name != "loss")])
         read = self._device_decides(lr, norm, numbers) if self.runs_ahead else self._decide(lr, norm, numbers)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        return lambda: self._report(lr, *read())
+        return lambda: _report(lr, named, read())
+
+    def _logits(self, qk_clip: QKClip) -> dict[str, Tensor]:
+        return {"max_logit": qk_clip.largest(), "clipped_heads": qk_clip.n_over()}
 
     def _decide(self, lr: float, norm: Tensor, numbers: Tensor) -> Callable[[], list[float]]:
         """Waits for the numbers and applies the update if they are finite; returns that and them."""
-        loss, _, grad_norm, *_ = values = numbers.tolist()
+        loss, grad_norm, *_ = values = numbers.tolist()
         applied = math.isfinite(loss) and math.isfinite(grad_norm)
         if applied:
             self._apply(lr, norm)
@@ -128,54 +144,27 @@ class Updater:
 
     def _device_decides(self, lr: float, norm: Tensor, numbers: Tensor) -> Callable[[], list[float]]:
         """The same without waiting: the optimizer leaves out its step if this update or one before it failed."""
-        finite = numbers[:3:2].isfinite().all()  # loss and norm
+        finite = numbers[:2].isfinite().all()  # loss and norm
         self._failed = torch.maximum(self._failed, (~finite).to(self._failed))
         self.optimizer.found_inf = self._failed  # pyright: ignore[reportAttributeAccessIssue]
         self._apply(lr, norm)
         return to_host(torch.cat([1 - self._failed[None], numbers]))
 
-    def _report(
-        self, lr: float, applied: float, loss: float, z_loss: float, grad_norm: float, *logits: float
-    ) -> Update:
-        max_logit, n_clipped = logits or (None, None)
-        return Update(
-            loss,
-            grad_norm,
-            lr,
-            applied=bool(applied),
-            z_loss=z_loss if self.config.z_loss > 0 else None,
-            max_logit=max_logit,
-            clipped_heads=None if n_clipped is None else int(n_clipped),
-        )
-
-    def _accumulate(self, step: int, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Adds up the gradients of all micro-batches; returns the cross-entropy and the z-loss."""
-        n_targets = max(1, count_targets(batch))
-        total = torch.zeros((), device=self.device)
-        z_total = torch.zeros((), device=self.device)
-        for number, micro in enumerate(split(batch, self.config.grad_accumulation)):
+    def _accumulate(self, step: int, batch: AnyBatch) -> dict[str, Tensor]:
+        """Adds up the gradients of all micro-batches; returns the loss and what else was added to it."""
+        n_targets, n_parts = max(1, batch.n_targets), self.config.grad_accumulation
+        totals = {"loss": torch.zeros((), device=self.device)}
+        self.experts.start()
+        for number, micro in enumerate(batch.split(n_parts)):
             torch.manual_seed(dropout_seed(self.config.seed, step, number))
             micro = micro.to(self.device)
             with autocast(self.config.precision, self.device):
-                loss, cross_entropy, z_loss = self._losses(micro, n_targets)
-            total += cross_entropy.detach()
-            if z_loss is not None:
-                z_total += z_loss.detach()
-            self.scaler.scale(loss).backward()
-        return total, z_total
-
-    def _losses(self, micro: Batch, n_targets: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """What to differentiate, the cross-entropy and the z-loss, if there is one, per target of the whole batch."""
-        factor = self.config.z_loss
-        if self.chunked_loss:
-            loss, cross_entropy, z_loss = head_loss(self.model, hidden_of(self.model, micro), micro.targets_BT, factor)
-            return loss / n_targets, cross_entropy / n_targets, factor * z_loss / n_targets if factor > 0 else None
-        logits_BTV = logits_of(self.model, micro)
-        loss = loss_sum(logits_BTV, micro.targets_BT) / n_targets
-        if factor == 0:
-            return loss, loss, None
-        z_loss = factor * z_loss_sum(logits_BTV, micro.targets_BT) / n_targets
-        return loss + z_loss, loss, z_loss
+                losses: Losses = self.task.losses(self.model, micro, n_targets, 1 / n_parts)
+            for name, value in {"loss": losses.main, **losses.parts}.items():
+                totals[name] = totals.get(name, torch.zeros((), device=self.device)) + value.detach()
+            self.experts.add(losses.aux)
+            self.scaler.scale(losses.loss).backward()
+        return totals
 
     def _apply(self, lr: float, norm: Tensor) -> None:
         for group in self.optimizer.param_groups:
@@ -185,18 +174,26 @@ class Updater:
         self.scaler.step(self.optimizer)
         if self.qk_clip is not None:
             self.qk_clip.clip()
-        self.model.placement.after_step(self.model)
+        self.experts.balance()
+        self.placement.after_step(self.model)
+        if self.ema is not None:
+            self.ema.update()
 
 
-def is_chunked(config: TrainConfig, device: torch.device) -> bool:
-    """Whether a run computes head and loss in chunks.
-
-    >>> is_chunked(TrainConfig(), torch.device("cpu"))
-    False
-    """
-    if config.chunked_loss == "auto":
-        return device.type == "cuda" and config.model.vocab_size >= LARGE_VOCABULARY
-    return config.chunked_loss == "always"
+def _report(lr: float, named: dict[str, Tensor], values: list[float]) -> Update:
+    """What an update reports; the values are whether it was applied, loss, norm, and the rest of ``named`` in order."""
+    applied, loss, grad_norm, *others = values
+    parts = dict(zip((name for name in named if name != "loss"), others, strict=True))
+    max_logit, n_clipped = parts.pop("max_logit", None), parts.pop("clipped_heads", None)
+    return Update(
+        loss,
+        grad_norm,
+        lr,
+        applied=bool(applied),
+        parts=parts,
+        max_logit=max_logit,
+        clipped_heads=None if n_clipped is None else int(n_clipped),
+    )
 
 
 def to_host(numbers: Tensor) -> Callable[[], list[float]]:
@@ -217,21 +214,6 @@ def to_host(numbers: Tensor) -> Callable[[], list[float]]:
         return copy.tolist()
 
     return wait
-
-
-def split(batch: Batch, parts: int) -> Iterator[Batch]:
-    """The batch cut into equal micro-batches along its first axis.
-
-    >>> tokens = torch.arange(8).view(4, 2)
-    >>> [micro.inputs_BT.tolist() for micro in split(Batch(tokens, tokens), 2)]
-    [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
-    """
-    rows = len(batch.inputs_BT) // parts
-    for start in range(0, len(batch.inputs_BT), rows):
-        part = slice(start, start + rows)
-        documents = None if batch.documents_BT is None else batch.documents_BT[part]
-        positions = None if batch.positions_BT is None else batch.positions_BT[part]
-        yield Batch(batch.inputs_BT[part], batch.targets_BT[part], documents, positions)
 
 
 def dropout_seed(seed: int, step: int, micro_batch: int) -> int:

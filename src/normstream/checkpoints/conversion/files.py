@@ -318,7 +318,7 @@ def _open_ours(path: Path, family: str | None, stored_gain: Gain | None) -> Open
     one = match_family(settings) if name is None else family_of(name)
     gain = stored_gain or settings["norm.gain"]  # our configuration says it for all norms
     return Opened(
-        read_tensors_of("normstream", one, settings, checkpoint.model, gain),
+        read_tensors_of("normstream", one, settings, checkpoint.weights, gain),
         "normstream",
         folder,
         converted.get("config", {}),

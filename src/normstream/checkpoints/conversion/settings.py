@@ -59,7 +59,7 @@ def decoder_settings(config: DecoderConfig) -> Settings:
     >>> settings["head_dim"], settings["norm.eps"]
     (16, 1e-05)
     """
-    settings = flat(config_to_dict(config))
+    settings = fields_of(config)
     inner = config.inner_of(0)
     inner = replace(inner, eps=config.norm.eps if inner.eps is None else inner.eps)
     settings |= flat({"inner": config_to_dict(inner)})
@@ -71,6 +71,19 @@ def decoder_settings(config: DecoderConfig) -> Settings:
         "query_scale": _usual_scale(config) if config.query_scale is None else config.query_scale,
     }
     return settings
+
+
+def fields_of(config: DecoderConfig) -> Settings:
+    """The fields of a decoder by dotted name, nothing resolved; those of experts are left out, as there are none.
+
+    Raises ValueError for a decoder with experts.
+
+    >>> fields_of(DecoderConfig())["norm.kind"]
+    'rms'
+    """
+    if config.moe.n_experts:
+        raise ValueError("a model of normstream with experts cannot be converted yet")
+    return flat({key: value for key, value in config_to_dict(config).items() if key != "moe"})
 
 
 def _usual_scale(config: DecoderConfig) -> float:
@@ -97,11 +110,12 @@ def check_ours(settings: Mapping[str, Any]) -> None:
 
     >>> check_ours({"moe.n_experts": 8})
     Traceback (most recent call last):
-    ValueError: normstream has no experts yet, so it cannot hold this model; take hf or megatron
+    ValueError: experts are not converted to normstream yet; take hf or megatron
     """
-    for word, what in (("moe.", "experts"), ("rope.", "stretched rotary positions (rope_type)")):
+    words = {"moe.": "experts", "rope.": "stretched rotary positions (rope_type)"}
+    for word, what in words.items():
         if any(key.startswith(word) for key in settings):
-            raise ValueError(f"normstream has no {what} yet, so it cannot hold this model; take hf or megatron")
+            raise ValueError(f"{what} are not converted to normstream yet; take hf or megatron")
 
 
 def differences(settings: Mapping[str, Any], others: Mapping[str, Any]) -> list[str]:

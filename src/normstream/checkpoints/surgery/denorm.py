@@ -28,13 +28,15 @@ from torch import Tensor, nn
 from normstream.checkpoints.precise import answer, difference
 from normstream.checkpoints.rebuild import eps_of_config, rebuild
 from normstream.checkpoints.surgery.fixed_norms import HUGE_EPS, FixableNorms, Route
+from normstream.checks import check_types
 from normstream.data import Data
 from normstream.data.loader import Loader
 from normstream.data.packing import Batch
 from normstream.inspect.inputs import make_inputs
 from normstream.inspect.probing.probe import anatomy_of
 from normstream.optim import OptimizerConfig, ScheduleConfig, build_optimizer, learning_rate
-from normstream.training.evaluate import count_targets, eval_batches, loss_sum
+from normstream.tasks.losses import loss_sum
+from normstream.tasks.task import spread
 
 MEASURED_BATCHES = 8
 """Batches that the fixed statistics are a mean over."""
@@ -84,6 +86,7 @@ class DenormConfig:
     """Of the order of the text."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         gaps = ("start", "ffn_gap", "qk_gap", "v_gap", "special_gap", "first_gap", "warmup", "weight_decay")
         counts = ("rest", "decay_steps", "batch_size", "eval_batches")
         for names, least in ((gaps, 0), (counts, 1)):
@@ -212,9 +215,9 @@ class _Tuning:
     def loss(self) -> float:
         """Mean loss on held-out text."""
         total, count = 0.0, 0
-        for batch in eval_batches(self.data.validation, self.config.batch_size, self.config.eval_batches):
+        for batch in spread(self.data.validation, self.config.batch_size, self.config.eval_batches):
             total += self._sum(batch).item()
-            count += count_targets(batch)
+            count += batch.n_targets
         return total / count
 
     def train(
@@ -238,7 +241,7 @@ class _Tuning:
 
     def _update(self, optimizer: torch.optim.Optimizer, step: int) -> float:
         batch = self.loader.batch(step)
-        loss = self._sum(batch) / count_targets(batch)
+        loss = self._sum(batch) / batch.n_targets
         if not math.isfinite(loss.item()):
             raise ValueError(
                 f"the loss is {loss.item()} at update {step}; lower lr, or put more updates between removals"

@@ -160,8 +160,8 @@ def _silent_join(sublayer: nn.Module, join: Any) -> Iterator[None]:
     def nothing(*args: Any) -> Streams:
         return tuple(torch.zeros_like(part) for part in contributions(*args))
 
-    def silence(module: nn.Module, args: tuple[Any, ...], update: Tensor) -> Tensor:
-        return torch.zeros_like(update)
+    def silence(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return with_first(output, torch.zeros_like(next(tensors_in(output))))
 
     join.contributions = nothing
     try:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from normstream.inspect.hooks import copied
 from normstream.inspect.measures.streams import LayerTrace, StackTrace, Streams, Stretch, SublayerTrace, Trace
 from normstream.junctions import Drop, GeoNormJoin, LerpJoin, State
+from normstream.layers.layer import update_and_reports
 from normstream.models import DecoderLM
 
 KINDS = {"attention": "mixer", "feed_forward": "ffn", "cross_attention": "cross"}
@@ -72,11 +73,14 @@ def _run(
     def leaving(name: str, part: str) -> Callable[..., None]:
         return lambda module, args, output: seen[name].update({part: copied(output)})
 
+    def updating(name: str) -> Callable[..., None]:
+        return lambda module, args, output: seen[name].update({"output": copied(update_and_reports(output)[0])})
+
     handles = [model.lm_head.register_forward_pre_hook(lambda module, args: hidden.append(args[0].clone()))]
     try:
         for name, (sublayer, join) in sublayers.items():
             handles.append(sublayer.register_forward_pre_hook(entering(name, "input")))
-            handles.append(sublayer.register_forward_hook(leaving(name, "output")))
+            handles.append(sublayer.register_forward_hook(updating(name)))
             handles.append(join.register_forward_pre_hook(entering(name, "state")))
             handles.append(join.register_forward_hook(leaving(name, "joined")))
         logits = model(**inputs)

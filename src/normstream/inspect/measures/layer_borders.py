@@ -167,6 +167,8 @@ def with_first(value: Any, new: Tensor) -> Any:
     def visit(part: Any) -> Any:
         if isinstance(part, Tensor):
             return left.pop() if left and part.is_floating_point() else part
+        if isinstance(part, tuple) and hasattr(part, "_fields"):
+            return type(part)(*(visit(item) for item in part))
         if isinstance(part, tuple | list):
             return type(part)(visit(item) for item in part)
         if isinstance(part, dict):
@@ -246,7 +248,7 @@ class _OwnBorders:
             key = (OWN_STACK, index)
             if key in self.changes:
                 self.now = self.changes[key](self.entering)
-                output = last_junction(layer).read(self.now)
+                output = *last_junction(layer).read(self.now), output[-1]
             self.borders[key] = Border(self.entering, self.now)
             return output
 

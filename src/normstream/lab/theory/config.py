@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from normstream import placements
+from normstream.checks import check_types
 from normstream.models import DecoderConfig
 from normstream.names import check_choice
 from normstream.placements import InitScheme
@@ -45,6 +46,7 @@ class TheoryConfig:
     """Folder for theory.json and report.html; must not exist yet."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         check_choice("model", self.model, ModelKind)
         for name in ("placements", "depths", "seeds"):
             if not getattr(self, name):

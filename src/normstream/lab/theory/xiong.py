@@ -83,7 +83,7 @@ class SimplifiedModel(nn.Module):
         """The final hidden vector of each position."""
         state, z_BTD = self.before_layers((), self.tok_embeddings(inputs_BTD))
         for layer in self.layers:
-            state, z_BTD = layer(state, z_BTD, Context())
+            state, z_BTD, _ = layer(state, z_BTD, Context())
         return z_BTD
 
 

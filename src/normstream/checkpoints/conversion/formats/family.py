@@ -12,6 +12,7 @@ from normstream.checkpoints.conversion.settings import (
     decoder_config,
     decoder_settings,
     differences,
+    fields_of,
     flat,
     has_bias,
     nested,
@@ -21,7 +22,6 @@ from normstream.checkpoints.conversion.settings import (
 from normstream.models import DecoderConfig
 from normstream.models.families import FAMILIES, family
 from normstream.norms import Gain
-from normstream.training.config_file import config_to_dict
 
 Config = Mapping[str, Any]
 """A configuration as its file says it."""
@@ -148,8 +148,8 @@ class Family:
     def _decoder(self, values: Settings) -> DecoderConfig:
         """The family's decoder with other values for some settings."""
         named = self.conventions if isinstance(self.conventions, str) else ""
-        start = FAMILIES[named] if named else self.conventions
-        changed = decoder_config(flat(config_to_dict(start)) | values)
+        start = self.conventions if isinstance(self.conventions, DecoderConfig) else FAMILIES[named]
+        changed = decoder_config(fields_of(start) | values)
         fields = {name: getattr(changed, name) for name in {key.split(".")[0] for key in values}}
         return family(named, **fields) if named else changed
 

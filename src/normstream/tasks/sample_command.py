@@ -1,0 +1,108 @@
+"""The command ``sample``: images from a diffusion model."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from tyro.conf import Positional
+
+from normstream.diffusion.pictures import save_grid
+from normstream.diffusion.process import Process
+from normstream.diffusion.sampling import Sampler, SamplingConfig
+from normstream.lab.live import say
+from normstream.models import DiT
+from normstream.names import nearest
+from normstream.tasks.diffusion import Diffusion, draw
+from normstream.tasks.output import refuse_others
+from normstream.training.checkpoint import find_checkpoint, load_model, read_checkpoint_config
+from normstream.training.config import resolve_device
+
+console = Console(highlight=False)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Draw images from a diffusion run into one picture, a row for each class."""
+
+    checkpoint: Positional[Path]
+    """Run folder, or one of its checkpoints; averaged weights are taken where the run has them."""
+    classes: tuple[str, ...] = ()
+    """Numbers or names of classes, as in 0 1 2 or 0,1,2; by default all."""
+    per_class: int = 8
+    """Images of each class."""
+    guidance: float | None = None
+    """Scale of guidance, 1 for none; by default the run's, as everything below."""
+    sampler: Sampler | None = None
+    """ddim or ddpm."""
+    steps: int | None = None
+    """Steps of the sampler."""
+    eta: float | None = None
+    """Noise of ddim."""
+    out: Path = Path("samples.png")
+    """PNG file to write; must not exist."""
+    seed: int = 0
+    """Of the noise."""
+    device: str = "auto"
+    """cpu, cuda, mps; auto takes the best there is."""
+
+    def __call__(self) -> None:
+        if self.out.exists():
+            raise ValueError(f"{self.out} exists already and is not overwritten; choose another file with --out")
+        if self.out.suffix.lower() != ".png":
+            raise ValueError(f"the picture is a PNG file, so --out must end in .png, got {self.out}")
+        if self.per_class < 1:
+            raise ValueError(f"per_class must be at least 1, got {self.per_class}")
+        path, device = find_checkpoint(self.checkpoint), resolve_device(self.device)
+        config = read_checkpoint_config(path)
+        refuse_others("sample", config.task)
+        model: DiT = load_model(path).to(device)
+        sampling = self.sampling(config.data.sampling)
+        names = lambda: Diffusion.load(config.data).classes  # noqa: E731
+        classes = chosen_classes(self.classes, model.config.n_classes, names)
+        process = Process.of(config.data.schedule, model.config.n_timesteps)
+        labels_N = torch.tensor(classes).repeat_interleave(self.per_class)
+        images_NCHW = draw(model, process, labels_N, sampling, self.seed)
+        self.out.parent.mkdir(parents=True, exist_ok=True)
+        save_grid(images_NCHW.unflatten(0, (len(classes), self.per_class)), self.out)
+        say(console, f"{len(labels_N)} images, {sampling.sampler} in {sampling.steps} steps: {self.out}")
+
+    def sampling(self, own: SamplingConfig) -> SamplingConfig:
+        """The run's settings with those given here.
+
+        >>> Sample(Path("run"), steps=7).sampling(SamplingConfig(guidance=3.0))
+        SamplingConfig(sampler='ddim', steps=7, guidance=3.0, eta=0.0, clip=True)
+        """
+        names: dict[str, Any] = {name: getattr(self, name) for name in ("guidance", "sampler", "steps", "eta")}
+        return replace(own, **{name: value for name, value in names.items() if value is not None})
+
+
+def chosen_classes(given: Sequence[str], n_classes: int, names: Callable[[], Sequence[str]]) -> list[int]:
+    """The numbers of classes given by number or by name, several in one text with commas between; all if none is.
+
+    Args:
+        given: numbers or names.
+        n_classes: how many classes the model knows.
+        names: gives their names; called only where something is no number.
+
+    Raises:
+        ValueError: for a number out of range or a name that no class has.
+
+    >>> chosen_classes(["2,0"], 3, tuple), chosen_classes([], 3, tuple)
+    ([2, 0], [0, 1, 2])
+    >>> chosen_classes(["ring", "0"], 2, lambda: ("circle", "ring"))
+    [1, 0]
+    """
+    texts = [text.strip() for part in given for text in part.split(",") if text.strip()]
+    known = () if all(text.isdecimal() for text in texts) else names()
+    numbers = [int(text) if text.isdecimal() else -1 for text in texts]
+    for place, (text, number) in enumerate(zip(texts, numbers, strict=True)):
+        if not text.isdecimal():
+            if text not in known:
+                raise ValueError(f"no class is called {text!r}; {nearest(text, known)}")
+            numbers[place] = known.index(text)
+        elif number >= n_classes:
+            raise ValueError(f"classes must be numbers from 0 to {n_classes - 1} or their names, got {text!r}")
+    return numbers or list(range(n_classes))

@@ -56,11 +56,19 @@ def test_the_split():
     data = load_diffusion_images(DiffusionDataConfig(max_images=30))
     images, labels = draw_shapes(0, 60)
     assert (data.train.pixels == images[:30]).all()
-    assert (data.validation.pixels == images[30:]).all()
-    assert data.validation.labels.tolist() == labels[30:].tolist()
+    found = {
+        pixels.tobytes(): label for pixels, label in zip(data.validation.pixels, data.validation.labels, strict=True)
+    }
+    assert found == {pixels.tobytes(): label for pixels, label in zip(images[30:], labels[30:], strict=True)}
     assert data.classes == ("circle", "square", "triangle", "cross", "ring", "diamond")
     assert data.corpus_hash == load_diffusion_images(DiffusionDataConfig(max_images=30)).corpus_hash
     assert data.corpus_hash != load_diffusion_images(DiffusionDataConfig(max_images=30, seed=1)).corpus_hash
+
+
+def test_every_fourth_held_out_shape_is_of_any_class():
+    """Evaluations spread over the split this way; in drawing order these would be of three classes."""
+    labels = load_diffusion_images(DiffusionDataConfig()).validation.labels
+    assert np.bincount(labels[::4], minlength=6).min() > 512 / 6 * 0.7
 
 
 def test_other_sources_are_those_of_the_task_vision():

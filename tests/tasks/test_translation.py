@@ -1,6 +1,9 @@
 """The translation task: its loss, its metrics, a run on a small file, and the command."""
 
+import io
 import math
+import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,39 +14,57 @@ import torch.nn.functional as F
 
 import normstream
 from normstream.cli import main
+from normstream.data import DataConfig, load_tokenizer
 from normstream.data.translation import DecodingConfig, TranslationConfig
-from normstream.models import EncoderDecoder, EncoderDecoderConfig
+from normstream.lab.artifacts import read
+from normstream.models import DecoderConfig, EncoderDecoder, EncoderDecoderConfig
 from normstream.optim import OptimizerConfig
 from normstream.tasks import get_task
-from normstream.training import RunResult, TrainConfig, train
+from normstream.tasks import translation as translation_task
+from normstream.tasks.translation import translate
+from normstream.training import RunResult, TrainConfig, load_model, read_metrics, train
+from normstream.training.checkpoint import find_checkpoint, read_checkpoint_config
 
 sacrebleu = pytest.importorskip("sacrebleu")
-WORDS = ("red", "blue", "green", "grey")
+WORDS = {"red": "rot", "blue": "blau", "green": "grün", "grey": "grau"}
+TEXTS = [(a, b, c, d) for a in WORDS for b in WORDS for c in WORDS for d in WORDS]
+
+
+def german(words: Sequence[str]) -> str:
+    return " ".join(WORDS[word] for word in words)
+
+
+def make_config(folder: Path, **options: Any) -> TrainConfig:
+    """Four words a pair, translated one by one."""
+    path = folder / "pairs.tsv"
+    path.write_text("".join(f"{' '.join(words)}\t{german(words)}\n" for words in TEXTS), encoding="utf-8")
+    defaults: dict[str, Any] = {
+        "model": EncoderDecoderConfig(placement="siamese", dim=32, n_layers=1, n_heads=2, max_seq_len=32),
+        "data": TranslationConfig(
+            source=str(path),
+            tokenizer="bpe:280",
+            max_len=24,
+            validation_fraction=0.2,
+            decoding=DecodingConfig(beam_size=2, n_pairs=20),
+        ),
+        "optimizer": OptimizerConfig(lr=1e-2),
+        "batch_size": 16,
+        "eval_batches": 2,
+        "device": "cpu",
+    }
+    return TrainConfig(task="translation", **(defaults | options))
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> TrainConfig:
-    """Pairs of words, each word its own translation written backwards."""
-    texts = [f"{a} {b} {c}" for a in WORDS for b in WORDS for c in WORDS]
-    lines = ["en\tde", *(f"{text}\t{text[::-1]}" for text in texts)]
-    (tmp_path / "pairs.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return TrainConfig(
-        task="translation",
-        model=EncoderDecoderConfig(placement="pre", dim=32, n_layers=1, n_heads=2, max_seq_len=32),
-        data=TranslationConfig(
-            source=str(tmp_path / "pairs.tsv"),
-            tokenizer="bytes",
-            max_len=24,
-            validation_fraction=0.2,
-            decoding=DecodingConfig(beam_size=2, n_pairs=4),
-        ),
-        optimizer=OptimizerConfig(lr=3e-3),
-        steps=4,
-        batch_size=8,
-        eval_every=2,
-        eval_batches=2,
-        device="cpu",
-    )
+    return make_config(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RunResult]:
+    """The folder and the result of a short training."""
+    folder = tmp_path_factory.mktemp("translation")
+    return folder / "run", train(make_config(folder, steps=80, eval_every=40), folder / "run")
 
 
 def parts(config: TrainConfig) -> tuple[Any, Any, EncoderDecoder]:
@@ -93,45 +114,124 @@ def test_evaluation_is_a_mean_over_tokens(config: TrainConfig) -> None:
             count += n_target
     assert found["loss"] == pytest.approx(total / count, rel=1e-5)
     assert found["accuracy"] == pytest.approx(100 * right / count)
-    assert task.uniform_loss() == pytest.approx(math.log(257))
+    assert task.uniform_loss() == pytest.approx(math.log(task.data.vocab_size))
 
 
-def test_what_is_judged_is_what_the_file_says(config: TrainConfig, tmp_path: Path) -> None:
+def test_exact_match_and_bleu_by_hand(config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two translations one has its last word wrong: n-grams match in 7 of 8, 5 of 6, 3 of 4 and 1 of 2 cases."""
+    config = replace(config, data=replace(config.data, decoding=DecodingConfig(n_pairs=2)))
     task, _, model = parts(config)
+
+    def nearly(model: Any, sources: Sequence[str], *others: Any) -> list[str]:
+        first, second = (german(source.split()) for source in sources)
+        return [first, " ".join([*second.split()[:3], "falsch"])]
+
+    monkeypatch.setattr(translation_task, "translate", nearly)
     scores = task.judge(model, tmp_path)
-    header, *lines = (tmp_path / "translations.tsv").read_text(encoding="utf-8").splitlines()
+    assert scores["exact_match"] == 50
+    assert scores["bleu"] == pytest.approx(100 * (7 / 8 * 5 / 6 * 3 / 4 * 1 / 2) ** (1 / 4))
+
+
+def test_a_run_learns(run: tuple[Path, RunResult]) -> None:
+    """Below ln 4 for each word nothing is left but to read the source; 5 tokens at least, end-of-text included."""
+    folder, result = run
+    assert result.val_loss is not None
+    evaluations = read_metrics(folder / "metrics.jsonl", "eval")
+    assert result.val_loss == evaluations[-1]["loss"] < 0.5 * 4 * math.log(4) / longest_target(folder)
+    assert result.metrics["accuracy"] == evaluations[-1]["accuracy"] > 80
+    assert set(result.metrics) == {"exact_match", "bleu", "accuracy"}
+    assert not result.collapsed
+
+
+def longest_target(run: Path) -> int:
+    """Tokens of the longest target of a run, end-of-text included."""
+    tokenizer = load_tokenizer(read_checkpoint_config(find_checkpoint(run)).data.tokenizer)
+    return max(len(tokenizer.encode(german(words))) + 1 for words in TEXTS)
+
+
+def test_what_is_judged_is_what_the_file_says(run: tuple[Path, RunResult]) -> None:
+    folder, result = run
+    header, *lines = (folder / "translations.tsv").read_text(encoding="utf-8").splitlines()
     assert header == "source\treference\thypothesis"
     rows = [line.split("\t") for line in lines]
-    assert len(rows) == 4
-    assert all(source[::-1] == reference for source, reference, _ in rows)
+    assert len({source for source, _, _ in rows}) == len(rows) == 20
+    assert all(german(source.split()) == reference for source, reference, _ in rows)
     references, hypotheses = [row[1] for row in rows], [row[2] for row in rows]
-    assert scores["exact_match"] == 100 * sum(a == b for a, b in zip(references, hypotheses, strict=True)) / 4
-    assert scores["bleu"] == pytest.approx(sacrebleu.corpus_bleu(hypotheses, [references], force=True).score)
+    matches = sum(a == b for a, b in zip(references, hypotheses, strict=True))
+    assert matches > 0
+    assert result.metrics["exact_match"] == 100 * matches / 20
+    assert result.metrics["bleu"] == pytest.approx(sacrebleu.corpus_bleu(hypotheses, [references]).score)
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_a_run_learns_and_its_checkpoint_translates(
-    config: TrainConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    result: RunResult = train(replace(config, steps=120, eval_every=60), tmp_path / "run")
-    assert result.val_loss is not None
-    assert result.val_loss < result.baseline_loss - 0.5  # three words of four, so far from guessing letters
-    assert set(result.metrics) == {"exact_match", "bleu", "accuracy"}
+def test_the_report_shows_the_first_translations(run: tuple[Path, RunResult]) -> None:
+    artifact, *others = get_task("translation").artifacts
+    assert not others
+    head, *rows = read(run[0] / artifact.file)["rows"]
+    assert head == ("source", "reference", "hypothesis")
+    assert len(rows) == 8
+    assert all(reference == german(source.split()) for source, reference, _ in rows)
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+    """The lines that the command prints."""
     capsys.readouterr()
-    main(["translate", str(tmp_path / "run"), "--text", "red blue", "--beam-size", "1"])
-    assert len(capsys.readouterr().out.splitlines()) == 1
+    main(["translate", *words, "--device", "cpu"])
+    return capsys.readouterr().out.splitlines()
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """Why the command is refused."""
+    with pytest.raises(SystemExit) as stopped:
+        main(["translate", *words, "--device", "cpu"])
+    assert stopped.value.code == 2
+    return " ".join(capsys.readouterr().err.split())
+
+
+def test_the_command_is_the_library_call(
+    run: tuple[Path, RunResult], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, texts = str(run[0]), ["red blue red grey", "grey grey blue green"]
+    data = read_checkpoint_config(find_checkpoint(run[0])).data
+    data = replace(data, decoding=replace(data.decoding, beam_size=3, length_penalty=1.0))
+    expected = translate(load_model(run[0]), texts, data, load_tokenizer(data.tokenizer))
+    options = [word for text in texts for word in ("--text", text)]
+    assert said(capsys, folder, *options, "--beam-size", "3", "--length-penalty", "1") == expected
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{texts[0]}\n\n  {texts[1]}\n"))
+    assert said(capsys, folder, "--beam-size", "3", "--length-penalty", "1.0") == [expected[0], "", expected[1]]
+
+
+def test_what_cannot_be_translated(
+    run: tuple[Path, RunResult], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = str(run[0])
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n \n"))
+    assert "nothing to translate; give --text" in refused(capsys, folder)
+    assert "beam_size must be at least 1, got 0" in refused(capsys, folder, "--text", "red", "--beam-size", "0")
+    assert "max_seq_len 32" in refused(capsys, folder, "--text", "red " * 40)
+    assert "no checkpoint in" in refused(capsys, str(tmp_path), "--text", "one")
+
+
+def test_a_run_of_another_task_is_not_translated_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text.txt").write_text("to be or not to be " * 60)
+    model = DecoderConfig(dim=8, n_layers=1, n_heads=2, max_seq_len=16)
+    data = DataConfig(source=str(tmp_path / "text.txt"), seq_len=16)
+    train(TrainConfig(model=model, data=data, steps=1, batch_size=2, eval_batches=1, device="cpu"), tmp_path / "lm")
+    message = refused(capsys, str(tmp_path / "lm"), "--text", "one")
+    assert "a model of the task lm, which normstream translate is not for; take normstream generate" in message
+
+
+def test_missing_sacrebleu_is_missed_before_the_training(
+    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "sacrebleu", None)
+    with pytest.raises(ImportError, match=r"needs sacrebleu: pip install 'normstream\[translation\]'"):
+        train(config, tmp_path / "run")
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def test_texts_longer_than_the_model(config: TrainConfig) -> None:
     with pytest.raises(ValueError, match=r"data\.max_len 24 is above model\.max_seq_len 16"):
         replace(config, model=replace(config.model, max_seq_len=16))
-
-
-def test_a_run_of_another_task_is_not_translated_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(["translate", str(tmp_path), "--text", "one"])
-    assert stopped.value.code == 2
-    assert "no checkpoint in" in capsys.readouterr().err
 
 
 def test_gradients_reach_every_parameter(config: TrainConfig) -> None:

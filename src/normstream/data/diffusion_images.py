@@ -20,7 +20,8 @@ CHUNK = 512
 def load_diffusion_images(config: DiffusionDataConfig) -> ImageData:
     """Reads or draws the images; raises as ``load_images`` does.
 
-    The held-out shapes follow those of training in number.
+    The held-out shapes follow those of training in number. They are shuffled, since evaluations take every k-th, and
+    classes alternate.
 
     >>> data = load_diffusion_images(DiffusionDataConfig(max_images=12))
     >>> data.classes[:2], data.image_size, len(data.train), len(data.validation)
@@ -56,5 +57,6 @@ def _shapes(config: DiffusionDataConfig) -> ImageData:
     ]
     pixels, labels = (np.concatenate(parts) for parts in zip(*chunks, strict=True))
     digest = hashlib.sha256(f"shapes {n_train} {n_validation} {size}\n".encode() + pixels.tobytes()).hexdigest()
-    train, validation = (Images(pixels[rows], labels[rows]) for rows in (slice(n_train), slice(n_train, None)))
+    held_out = n_train + np.random.default_rng(0).permutation(n_validation)
+    train, validation = (Images(pixels[rows], labels[rows]) for rows in (np.arange(n_train), held_out))
     return ImageData(config, tuple(SHAPES), size, 3, digest, train, validation)

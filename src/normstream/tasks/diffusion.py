@@ -85,7 +85,6 @@ class Diffusion(Task):
                 f"data.sampling.guidance {sampling.guidance} needs a null label, but model.label_dropout is 0; set "
                 "guidance to 1 or label_dropout above 0"
             )
-
         for name in ("z_loss", "label_smoothing"):
             if getattr(config, name) > 0:
                 raise ValueError(f"{name} is about predicted classes, but diffusion predicts noise; leave it at 0")
@@ -156,7 +155,7 @@ class Diffusion(Task):
         return scores
 
     def _training_images(self, most: int = 4096) -> Tensor:
-        """Training images in [0, 1], drawn with a fixed seed: every second shape would be of half of the classes only."""
+        """Training images in [0, 1], drawn with a fixed seed: every second shape would be of three classes only."""
         order = torch.randperm(len(self.data.train), generator=torch.Generator().manual_seed(0))
         return self.data.train.batch(order[:most].numpy()).images_BCHW
 

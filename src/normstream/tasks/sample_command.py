@@ -1,6 +1,6 @@
 """The command ``sample``: images from a diffusion model."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -60,8 +60,10 @@ class Sample:
         refuse_others("sample", config.task)
         model: DiT = load_model(path).to(device)
         sampling = self.sampling(config.data.sampling)
-        names = lambda: Diffusion.load(config.data).classes  # noqa: E731
-        classes = chosen_classes(self.classes, model.config.n_classes, names)
+        given = [text.strip() for part in self.classes for text in part.split(",") if text.strip()]
+        names = () if all(text.isdecimal() for text in given) else Diffusion.load(config.data).classes
+        classes = [class_number(text, model.config.n_classes, names) for text in given]
+        classes = classes or list(range(model.config.n_classes))
         process = Process.of(config.data.schedule, model.config.n_timesteps)
         labels_N = torch.tensor(classes).repeat_interleave(self.per_class)
         images_NCHW = draw(model, process, labels_N, sampling, self.seed)
@@ -79,30 +81,18 @@ class Sample:
         return replace(own, **{name: value for name, value in names.items() if value is not None})
 
 
-def chosen_classes(given: Sequence[str], n_classes: int, names: Callable[[], Sequence[str]]) -> list[int]:
-    """The numbers of classes given by number or by name, several in one text with commas between; all if none is.
+def class_number(text: str, n_classes: int, names: Sequence[str]) -> int:
+    """The number of the class that a text names, or is the number of.
 
-    Args:
-        given: numbers or names.
-        n_classes: how many classes the model knows.
-        names: gives their names; called only where something is no number.
+    Raises ValueError for a number out of range and for a name that no class has.
 
-    Raises:
-        ValueError: for a number out of range or a name that no class has.
-
-    >>> chosen_classes(["2,0"], 3, tuple), chosen_classes([], 3, tuple)
-    ([2, 0], [0, 1, 2])
-    >>> chosen_classes(["ring", "0"], 2, lambda: ("circle", "ring"))
-    [1, 0]
+    >>> class_number("1", 2, ()), class_number("ring", 2, ("circle", "ring"))
+    (1, 1)
     """
-    texts = [text.strip() for part in given for text in part.split(",") if text.strip()]
-    known = () if all(text.isdecimal() for text in texts) else names()
-    numbers = [int(text) if text.isdecimal() else -1 for text in texts]
-    for place, (text, number) in enumerate(zip(texts, numbers, strict=True)):
-        if not text.isdecimal():
-            if text not in known:
-                raise ValueError(f"no class is called {text!r}; {nearest(text, known)}")
-            numbers[place] = known.index(text)
-        elif number >= n_classes:
-            raise ValueError(f"classes must be numbers from 0 to {n_classes - 1} or their names, got {text!r}")
-    return numbers or list(range(n_classes))
+    if text.isdecimal():
+        if int(text) >= n_classes:
+            raise ValueError(f"classes must be numbers from 0 to {n_classes - 1} or names, got {text!r}")
+        return int(text)
+    if text not in names:
+        raise ValueError(f"no class is called {text!r}; {nearest(text, names)}")
+    return names.index(text)

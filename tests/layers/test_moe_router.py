@@ -149,6 +149,9 @@ def test_router_is_in_float32_under_autocast():
     assert (rounded.log_softmax(-1) - expected).abs().max() > 1e-3  # what this test can tell apart
     assert update.dtype == torch.bfloat16
 
+    with torch.autocast("cpu", torch.bfloat16):  # torch's own products leave float64 as it is
+        assert moe.double()(z[None].double())[0].dtype == torch.float64
+
     low = moe.bfloat16()(z[None].bfloat16())
     assert low[0].dtype == torch.bfloat16
     assert low[1].balance_loss.dtype == torch.float32

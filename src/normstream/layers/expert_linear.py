@@ -42,14 +42,15 @@ class ExpertLinear(nn.Module):
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which a matrix product of ``x`` runs: autocast's, or that of x.
+    """The dtype in which a matrix product of ``x`` runs: autocast's, or that of x; float64 stays, as in torch.
 
     >>> with torch.autocast("cpu", torch.bfloat16):
     ...     product_dtype(torch.ones(1))
     torch.bfloat16
     """
     device = x.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+    casts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    if casts and x.dtype != torch.float64:
         return torch.get_autocast_dtype(device)
     return x.dtype
 

@@ -9,7 +9,7 @@ family        placement                          source, huggingface/transformer
 ============= ================================== ====================================================================
 llama         pre                                models/llama/modeling_llama.py
 qwen3         pre, QK-norm for each head         models/qwen3/modeling_qwen3.py
-deepseek_v3   pre, norms of the latent vectors   models/deepseek_v3/modeling_deepseek_v3.py, dense blocks only
+deepseek_v3   pre, norms of the latent vectors   models/deepseek_v3/modeling_deepseek_v3.py
 olmo          pre, norms without gains           models/olmo/modeling_olmo.py
 gpt2          gpt2                               models/gpt2/modeling_gpt2.py
 gemma2        gemma2                             models/gemma2/modeling_gemma2.py

@@ -7,7 +7,7 @@ from typing import Any
 class Page(HTMLParser):
     """Collects start tags and checks that every element is closed."""
 
-    VOID = frozenset({"meta", "link", "br"})
+    VOID = frozenset({"meta", "link", "br", "img"})
 
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -10,7 +10,7 @@ from normstream.lab.matrix import has_many, matrix
 from normstream.lab.scores import with_spread
 from normstream.lab.style import FAMILIAR, join_words, label, number, ordinal, rate
 from normstream.lab.summary import spread, table
-from normstream.lab.words import collapse_meaning, task_of
+from normstream.lab.words import collapse_meaning, measured, task_of
 
 Run = dict[str, Any]
 
@@ -189,7 +189,7 @@ def ranking(cells: list[Cell]) -> list[str]:
 
 def metric(summary: dict[str, Any]) -> list[str]:
     """Say how the placements do by the task's first metric, each at the learning rate of its lowest loss."""
-    metrics = task_of(summary).metrics
+    metrics = measured(summary)
     if not metrics:
         return []
     kept: list[tuple[float, dict[str, Any]]] = []

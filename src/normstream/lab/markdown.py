@@ -8,7 +8,7 @@ from normstream.lab.matrix import Cell, Matrix, Row, has_many, matrix
 from normstream.lab.scores import with_spread
 from normstream.lab.style import join_words, number, rate
 from normstream.lab.summary import DIVERGED_MEANING, STABLE_MEANING
-from normstream.lab.words import collapse_meaning, data_line, in_unit, task_of, trained_on
+from normstream.lab.words import collapse_meaning, data_line, in_unit, measured, task_of, trained_on
 from normstream.tasks import Metric
 from normstream.training.files import write_text
 
@@ -49,7 +49,7 @@ def metric_table(summary: dict[str, Any], metric: Metric) -> str:
 def metric_sections(summary: dict[str, Any]) -> list[str]:
     """Heading, reading and table of each of the task's metrics."""
     parts = []
-    for metric in task_of(summary).metrics:
+    for metric in measured(summary):
         better = "Higher" if metric.higher_is_better else "Lower"
         note = f"{better} is better; mean \u00b1 standard deviation over seeds."
         parts += [f"## Final {metric.title}", note, metric_table(summary, metric)]

@@ -14,7 +14,7 @@ from normstream.lab.plots import pictures
 from normstream.lab.scores import score, with_spread
 from normstream.lab.style import duration, label, number, rate, short
 from normstream.lab.summary import DIVERGED_MEANING, SPIKE_MEANING, STABLE_MEANING, table
-from normstream.lab.words import collapse_meaning, data_line, in_unit, task_of, trained_on
+from normstream.lab.words import collapse_meaning, data_line, in_unit, measured, task_of, trained_on
 from normstream.training.files import write_text
 
 
@@ -34,7 +34,7 @@ def render(summary: dict[str, Any], folder: Path | None = None) -> str:
         version=summary["normstream"],
         summary=summary,
         task=task,
-        metrics=task.metrics,
+        metrics=measured(summary),
         in_unit=in_unit(task),
         trained_on=trained_on(summary),
         data_line=data_line(summary),

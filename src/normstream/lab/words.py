@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from normstream.tasks import Task, get_task
+from normstream.tasks import Metric, Task, get_task
 from normstream.training.divergence import COLLAPSE_MARGIN
 
 Summary = dict[str, Any]
@@ -15,6 +15,16 @@ def task_of(summary: Summary) -> type[Task]:
     'tokens'
     """
     return get_task(summary["task"])
+
+
+def measured(summary: Summary) -> list[Metric]:
+    """The task's metrics that some run has: F1 is only of two classes, for one.
+
+    >>> measured({"task": "classification", "runs": [{"metrics": {"accuracy": 50.0}}]})[0].name
+    'accuracy'
+    """
+    metrics, runs = task_of(summary).metrics, summary["runs"]
+    return [metric for metric in metrics if any(run["metrics"].get(metric.name) is not None for run in runs)]
 
 
 def loss_axis(task: type[Task]) -> str:

@@ -30,8 +30,9 @@ class DecoderLM(Trunk):
     The parameters' values are torch's defaults until ``normstream.init.initialize(model, seed)`` sets them; the
     model can be built on the meta device.
 
-    Raises ValueError for a token id outside the vocabulary, a sequence longer than ``max_seq_len``, learned positions
-    outside their table, and a cache together with documents or with a model that is not causal.
+    Raises ValueError for a token id outside the vocabulary (on a CPU, see ``check_tokens``), a sequence longer than
+    ``max_seq_len``, learned positions outside their table, and a cache together with documents or with a model that is
+    not causal.
 
     >>> model = DecoderLM(DecoderConfig(placement="pre", vocab_size=10, dim=8, n_layers=2, n_heads=2))
     >>> model(torch.zeros(1, 3, dtype=torch.int64)).shape
@@ -167,7 +168,9 @@ class DecoderLM(Trunk):
 
 
 def check_tokens(tokens_BT: Tensor, vocab_size: int) -> None:
-    """Raises ValueError for a token id outside [0, vocab_size); only on a CPU, where it does not wait for a device.
+    """Raises ValueError for a token id outside [0, vocab_size), on a CPU and outside of torch.compile.
+
+    On another device the check would wait for it; there, CUDA's own assertion in the embedding fails.
 
     >>> check_tokens(torch.tensor([[7]]), vocab_size=5)
     Traceback (most recent call last):

@@ -4,16 +4,15 @@ Shape suffixes: B batch, S source positions, T new tokens, K beams, V vocabulary
 """
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from normstream.layers import KVCache
 from normstream.models import EncoderDecoder
+from normstream.models.evaluating import evaluating
 from normstream.norms import precise_dtype
 
 
@@ -35,7 +34,7 @@ def greedy_search(
     2
     """
     _check(model, source_BS, bos, eos, max_new_tokens)
-    with _evaluating(model):
+    with evaluating(model):
         memory_BSD, cache = model.encode(source_BS, padding_BS), KVCache()
         new_B1 = source_BS.new_full((source_BS.shape[0], 1), bos)
         finished_B1, tokens_BT = torch.zeros_like(new_B1, dtype=torch.bool), new_B1[:, :0]
@@ -93,7 +92,7 @@ def beam_search(
     """
     _check(model, source_BS, bos, eos, max_new_tokens)
     _check_beam(beam_size, length_penalty, model.config.vocab_size)
-    with _evaluating(model):
+    with evaluating(model):
         memory = model.encode(source_BS, padding_BS).repeat_interleave(beam_size, dim=0)
         padding = None if padding_BS is None else padding_BS.repeat_interleave(beam_size, dim=0)
         beams, cache = _Beams(source_BS, beam_size, eos, precise_dtype(memory)), KVCache()
@@ -161,17 +160,6 @@ class _Beams:
         running_BT = self.tokens_BKT[self.rows_B, self.live_BK.argmax(1)]
         best_BT = torch.where(self.best_score_B.isneginf()[:, None], running_BT, self.best_BT)
         return best_BT[:, : int((best_BT != self.eos).sum(1).amax()) + 1]
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode, and then as it was."""
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)
 
 
 def _check(model: EncoderDecoder, source_BS: Tensor, bos: int, eos: int, max_new_tokens: int) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from normstream.layers import KVCache
 from normstream.models import DecoderLM
+from normstream.models.evaluating import evaluating
 
 MIN_TEMPERATURE = 1e-3
 """Below it, logits divided by the temperature can overflow float32."""
@@ -47,18 +48,16 @@ def generate(
     generator = torch.Generator(device=prompt_BT.device).manual_seed(seed)
     cache, tokens_BT, new_BT = KVCache(), prompt_BT, prompt_BT
     finished = torch.zeros(prompt_BT.shape[0], 1, dtype=torch.bool, device=prompt_BT.device)
-    was_training = model.training
-    model.eval()
-    for _ in range(max_new_tokens):
-        logits_BV = model(new_BT, cache=cache)[:, -1]
-        new_BT = _choose(logits_BV, temperature, top_k, generator)
-        if eot is not None:
-            new_BT = torch.where(finished, eot, new_BT)
-            finished = finished | (new_BT == eot)
-        tokens_BT = torch.cat((tokens_BT, new_BT), dim=1)
-        if eot is not None and finished.all():
-            break
-    model.train(was_training)
+    with evaluating(model):
+        for _ in range(max_new_tokens):
+            logits_BV = model(new_BT, cache=cache)[:, -1]
+            new_BT = _choose(logits_BV, temperature, top_k, generator)
+            if eot is not None:
+                new_BT = torch.where(finished, eot, new_BT)
+                finished = finished | (new_BT == eot)
+            tokens_BT = torch.cat((tokens_BT, new_BT), dim=1)
+            if eot is not None and finished.all():
+                break
     return tokens_BT
 
 

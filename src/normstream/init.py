@@ -20,7 +20,8 @@ counted from 1, X = sqrt(2 / (in + out)) Xavier's, T = sqrt(1 / (3 in)) that of 
 functions of the depth in ``placements.deepnorm`` and ``placements.sub_ln``, beta' the released code's; gamma is 1 in
 cross-attention. cut is a normal distribution cut at 3 std; uniform concerns the matrices of the sublayers and
 then their biases too. All other biases start at 0, norms at their ``gain_init``; learned positions start as the
-embedding, under gpt2 at half its std. The placement nGPT then norms every matrix, which leaves only its direction.
+embedding, under gpt2 at half its std. Under every scheme adaLN-zero and the output of a DiT start at 0 and its labels
+at std 1 (``models.roles``). The placement nGPT then norms every matrix, which leaves only its direction.
 
 in and out are the sizes of a *logical* matrix: keys and values that share one weight (latent attention) are drawn
 apart, and with grouped queries out is the number of rows that there are.

@@ -269,7 +269,7 @@ def test_without_label_dropout_there_is_no_null_label():
     assert model.label_embeddings.weight.shape == (3, 16)
     assert DiT(TINY).label_embeddings.weight.shape == (4, 16)
     images, times, _ = inputs()
-    with pytest.raises(ValueError, match="labels must be at least 0 and below 3, got 3"):
+    with pytest.raises(ValueError, match="labels must be at least 0 and below n_labels 3, got 3"):
         model(images, times, torch.tensor([0, 3]))
 
 
@@ -281,11 +281,11 @@ def test_without_label_dropout_there_is_no_null_label():
     [
         ({"images": torch.zeros(2, 3, 4, 5)}, r"images must have shape \(B, 3, 4, 4\), got \(2, 3, 4, 5\)"),
         ({"images": torch.zeros(2, 1, 4, 4)}, r"images must have shape \(B, 3, 4, 4\)"),
-        ({"times": torch.tensor([0, 1000])}, "timesteps must be at least 0 and below 1000, got 1000"),
-        ({"times": torch.tensor([-1, 0])}, "timesteps must be at least 0 and below 1000, got -1"),
+        ({"times": torch.tensor([0, 1000])}, "timesteps must be at least 0 and below n_timesteps 1000, got 1000"),
+        ({"times": torch.tensor([-1, 0])}, "timesteps must be at least 0 and below n_timesteps 1000, got -1"),
         ({"times": torch.tensor([torch.nan, 0.0])}, "timesteps must be"),
-        ({"labels": torch.tensor([0, 4])}, "labels must be at least 0 and below 4, got 4"),
-        ({"labels": torch.tensor([-2, 0])}, "labels must be at least 0 and below 4, got -2"),
+        ({"labels": torch.tensor([0, 4])}, "labels must be at least 0 and below n_labels 4, got 4"),
+        ({"labels": torch.tensor([-2, 0])}, "labels must be at least 0 and below n_labels 4, got -2"),
     ],
 )
 def test_inputs_out_of_range(change, message):

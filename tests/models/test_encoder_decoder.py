@@ -276,7 +276,7 @@ def test_wrong_inputs():
     model = build(placement="pre", source_vocab_size=30)
     memory = model.encode(SOURCE)
     for run, message in (
-        (lambda: model(tokens(7) + 30, TARGET), "below vocab_size 30, got"),
+        (lambda: model(tokens(7) + 30, TARGET), "below source_vocab_size 30, got"),
         (lambda: model(SOURCE, TARGET + 19), "below vocab_size 19, got"),
         (lambda: model(tokens(11), TARGET), "source of 11 tokens, but max_seq_len is 10"),
         (lambda: model(SOURCE, tokens(11)), "target of 11 tokens, but max_seq_len is 10"),

@@ -10,7 +10,7 @@ import torch
 
 from normstream.models import DecoderConfig, DecoderLM, Encoder, EncoderConfig, EncoderDecoder, EncoderDecoderConfig
 from normstream.models import decoder as module
-from normstream.models.decoder import check_tokens
+from normstream.models.ids import check_ids
 
 SIZES: dict[str, Any] = {"vocab_size": 11, "dim": 8, "n_layers": 1, "n_heads": 2}
 
@@ -31,8 +31,8 @@ def test_every_model_names_the_token(wrong: int):
 
 
 def test_the_lowest_and_the_highest_token_are_fine():
-    check_tokens(torch.tensor([[0, 10]]), vocab_size=11)
-    check_tokens(torch.zeros(1, 0, dtype=torch.int64), vocab_size=11)
+    check_ids("token ids", torch.tensor([[0, 10]]), 11, "vocab_size")
+    check_ids("token ids", torch.zeros(1, 0, dtype=torch.int64), 11, "vocab_size")
 
 
 COMPILED = """
@@ -50,8 +50,8 @@ def test_a_compiled_model_has_no_break_for_it():
 
 
 def test_once_a_forward_pass(monkeypatch: pytest.MonkeyPatch):
-    """It takes 2.5 us of the 34 ms of the tiny preset and 8 x 128 tokens on a CPU, if it is not in every layer."""
+    """It looks at every token, so not once a layer."""
     asked = []
-    monkeypatch.setattr(module, "check_tokens", lambda *arguments: asked.append(arguments))
+    monkeypatch.setattr(module, "check_ids", lambda *arguments: asked.append(arguments))
     DecoderLM(replace(DecoderConfig(**SIZES), n_layers=5))(torch.tensor([[1]]))
     assert len(asked) == 1

@@ -70,18 +70,20 @@ def test_micro_batches_add_up_to_the_mean(config: TrainConfig, data: MaskedData)
     for number, part in enumerate(batch.split(2)):
         torch.manual_seed(number)
         parts.append(task.losses(model, part, batch.n_targets, 0.5))
-    sums = []
+    sums, plain = [], []
     for number, part in enumerate(batch.split(2)):
         torch.manual_seed(number)
         masked = task.masking(part)
         logits, _ = chosen_logits(model, part, masked)
         flat, targets = logits.flatten(0, 1), masked.targets_BK.flatten()
+        plain.append(F.cross_entropy(flat, targets, reduction="sum"))
         smooth = F.cross_entropy(flat, targets, reduction="sum", label_smoothing=0.1)
         sums.append(smooth + 1e-2 * (flat[targets >= 0].logsumexp(-1) ** 2).sum())
     wanted = sum(sums) / batch.n_targets
     torch.testing.assert_close(sum(part.loss for part in parts), wanted)
-    z_loss = sum(part.parts["z_loss"] for part in parts)
-    torch.testing.assert_close(sum(part.main for part in parts) + z_loss, wanted)
+    added = sum(part.parts["z_loss"] + part.parts["label_smoothing"] for part in parts)
+    torch.testing.assert_close(sum(part.main for part in parts) + added, wanted)
+    torch.testing.assert_close(sum(part.main for part in parts), sum(plain) / batch.n_targets)
 
 
 def test_evaluations_repeat_and_leave_the_random_state(config: TrainConfig, data: MaskedData):

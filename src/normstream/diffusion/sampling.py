@@ -13,6 +13,7 @@ from torch import Tensor
 
 from normstream.checks import check_types
 from normstream.diffusion.process import Process
+from normstream.models.evaluating import evaluating
 from normstream.names import check_choice
 
 Sampler = Literal["ddim", "ddpm"]
@@ -179,23 +180,22 @@ def sample(
     config = config or SamplingConfig()
     spaced, weight = process.spaced(config.steps), next(model.parameters())
     shape = (len(labels_B), model.config.channels, model.config.image_size, model.config.image_size)
-    generator, was_training = torch.Generator().manual_seed(seed), model.training
+    generator = torch.Generator().manual_seed(seed)
     labels_B = labels_B.to(weight.device)
 
     def normal() -> Tensor:
         return torch.randn(shape, generator=generator).to(weight)
 
-    model.eval()
     images = normal()
-    for step in reversed(range(len(spaced))):
-        times_B = spaced.times[step].to(weight.device).expand(len(labels_B))
-        output = guided(model, images, times_B, labels_B, config.guidance)
-        if config.sampler == "ddpm":
-            images = ddpm_step(spaced, step, images, output, normal(), clip=config.clip)
-        else:
-            noise = normal() if config.eta > 0 else None
-            images = ddim_step(spaced, step, images, output, noise, eta=config.eta, clip=config.clip)
-        if on_step is not None:
-            on_step(len(spaced) - step)
-    model.train(was_training)
+    with evaluating(model):
+        for step in reversed(range(len(spaced))):
+            times_B = spaced.times[step].to(weight.device).expand(len(labels_B))
+            output = guided(model, images, times_B, labels_B, config.guidance)
+            if config.sampler == "ddpm":
+                images = ddpm_step(spaced, step, images, output, normal(), clip=config.clip)
+            else:
+                noise = normal() if config.eta > 0 else None
+                images = ddim_step(spaced, step, images, output, noise, eta=config.eta, clip=config.clip)
+            if on_step is not None:
+                on_step(len(spaced) - step)
     return images

@@ -13,12 +13,14 @@ from torch import Tensor, nn
 from normstream.layers import Context, KVCache
 from normstream.layers.learned_scale import LearnedScale
 from normstream.layers.links import Links
-from normstream.layers.masks import alibi_mask, attention_mask
-from normstream.layers.positions import add_positions, rope_table
+from normstream.layers.masks import attention_mask
+from normstream.layers.positions import add_positions
 from normstream.layers.scores import soft_cap
 from normstream.models.config import DecoderConfig
+from normstream.models.ids import check_ids
 from normstream.models.roles import StartRole
 from normstream.models.sublayers import block_sublayers
+from normstream.models.text_context import text_context
 from normstream.models.trunk import Trunk
 
 
@@ -30,7 +32,7 @@ class DecoderLM(Trunk):
     The parameters' values are torch's defaults until ``normstream.init.initialize(model, seed)`` sets them; the
     model can be built on the meta device.
 
-    Raises ValueError for a token id outside the vocabulary (on a CPU, see ``check_tokens``), a sequence longer than
+    Raises ValueError for a token id outside the vocabulary (on a CPU, see ``check_ids``), a sequence longer than
     ``max_seq_len``, learned positions outside their table, and a cache together with documents or with a model that is
     not causal.
 
@@ -125,20 +127,15 @@ class DecoderLM(Trunk):
     def _check(
         self, tokens_BT: Tensor, documents_BT: Tensor | None, positions_BT: Tensor | None, cache: KVCache | None
     ) -> None:
-        check_tokens(tokens_BT, self.config.vocab_size)
+        check_ids("token ids", tokens_BT, self.config.vocab_size, "vocab_size")
         n_cached = 0 if cache is None else cache.length
         n_keys = n_cached + tokens_BT.shape[1]
         if n_keys > self.config.max_seq_len:
             raise ValueError(
                 f"sequence of {n_keys} tokens, but max_seq_len is {self.config.max_seq_len}; shorten it or raise that"
             )
-        if self.pos_embeddings is not None and positions_BT is not None and positions_BT.is_cpu:
-            outside = (positions_BT < 0) | (positions_BT >= self.config.max_seq_len)
-            if outside.any():
-                raise ValueError(
-                    f"learned positions must be at least 0 and below max_seq_len {self.config.max_seq_len}, "
-                    f"got {int(positions_BT[outside][0])}"
-                )
+        if self.pos_embeddings is not None and positions_BT is not None:
+            check_ids("learned positions", positions_BT, self.config.max_seq_len, "max_seq_len")
         if n_cached and documents_BT is not None:
             raise ValueError("a KV cache holds one document a row; leave documents out")
         if cache is not None and not self.config.causal:
@@ -148,36 +145,24 @@ class DecoderLM(Trunk):
         self, positions_PT: Tensor, documents_BT: Tensor | None, n_queries: int, cache: KVCache | None
     ) -> dict[bool, Context]:
         """What the sublayers of full (False) and of windowed layers (True) share in one forward pass."""
-        config, device, dtype = self.config, positions_PT.device, self.tok_embeddings.weight.dtype
-        positions = config.positions
-        rotated = config.latent.rope_head_dim if config.latent.kv_rank else positions.rotated(config.resolved_head_dim)
+        config, device = self.config, positions_PT.device
         n_keys = n_queries + (0 if cache is None else cache.length)
+        rotated = config.latent.rope_head_dim if config.latent.kv_rank else None
         links = Links(config.resolved_depth_stride)
 
         def context(windowed: bool) -> Context:
-            theta = positions.theta_of(windowed)
-            rotates = positions.rotates(windowed)
-            rope = rope_table(positions_PT, rotated, theta, dtype, positions.pairing) if rotates else None
             window = config.window if windowed else None
             mask = attention_mask(documents_BT, n_queries, n_keys, device, causal=config.causal, window=window)
-            if positions.kind == "alibi":
-                mask = alibi_mask(mask, config.n_heads, n_queries, n_keys, device, dtype, causal=config.causal)
-            return Context(rope, mask, config.causal, cache, links)
+            return text_context(
+                config,
+                positions_PT,
+                mask,
+                n_keys,
+                self.tok_embeddings.weight.dtype,
+                causal=config.causal,
+                links=links,
+                windowed=windowed,
+                rotated=rotated,
+            )._replace(cache=cache)
 
         return {windowed: context(windowed) for windowed in {config.is_windowed(i) for i in range(config.n_layers)}}
-
-
-def check_tokens(tokens_BT: Tensor, vocab_size: int) -> None:
-    """Raises ValueError for a token id outside [0, vocab_size), on a CPU and outside of torch.compile.
-
-    On another device the check would wait for it; there, CUDA's own assertion in the embedding fails.
-
-    >>> check_tokens(torch.tensor([[7]]), vocab_size=5)
-    Traceback (most recent call last):
-    ValueError: token ids must be at least 0 and below vocab_size 5, got 7
-    """
-    if tokens_BT.is_cpu and tokens_BT.numel() and not torch.compiler.is_compiling():
-        lowest, highest = (int(bound) for bound in tokens_BT.aminmax())
-        if lowest < 0 or highest >= vocab_size:
-            wrong = lowest if lowest < 0 else highest
-            raise ValueError(f"token ids must be at least 0 and below vocab_size {vocab_size}, got {wrong}")

@@ -17,6 +17,7 @@ from normstream.layers import Activation, Context, Parallel
 from normstream.layers.links import Links
 from normstream.layers.modulation import Modulated, modulate
 from normstream.layers.patches import PatchEmbedding, sincos_positions, unpatchify
+from normstream.models.ids import check_ids
 from normstream.models.image_config import ImageConfig
 from normstream.models.roles import StartRole
 from normstream.models.sublayers import attention, feed_forward
@@ -208,13 +209,8 @@ class DiT(Trunk):
         return sincos_positions(self.config.dim, self.config.grid, self.config.grid, like)
 
     def _check(self, timesteps_B: Tensor, labels_B: Tensor) -> None:
-        bounds = {"timesteps": (timesteps_B, self.config.n_timesteps), "labels": (labels_B, self.config.n_labels)}
-        for name, (values, bound) in bounds.items():
-            if values.is_cpu and values.numel() and not torch.compiler.is_compiling():
-                lowest, highest = (bound_of.item() for bound_of in values.aminmax())
-                if not (lowest >= 0 and highest < bound):
-                    wrong = highest if lowest >= 0 else lowest
-                    raise ValueError(f"{name} must be at least 0 and below {bound}, got {wrong}")
+        check_ids("timesteps", timesteps_B, self.config.n_timesteps, "n_timesteps")
+        check_ids("labels", labels_B, self.config.n_labels, "n_labels")
 
 
 def modulated_sublayers(config: DiTConfig, layer: int) -> dict[str, nn.Module]:

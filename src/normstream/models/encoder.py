@@ -14,12 +14,13 @@ from normstream.layers import Context
 from normstream.layers.feed_forward import FUNCTIONS
 from normstream.layers.learned_scale import LearnedScale
 from normstream.layers.links import Links
-from normstream.layers.masks import alibi_mask, attention_mask
-from normstream.layers.positions import rope_table, sinusoidal_positions
-from normstream.models.decoder import check_tokens
+from normstream.layers.masks import attention_mask
+from normstream.layers.positions import add_positions
 from normstream.models.encoder_config import EncoderConfig
+from normstream.models.ids import check_ids
 from normstream.models.roles import StartRole
 from normstream.models.sublayers import block_sublayers
+from normstream.models.text_context import text_context
 from normstream.models.trunk import Trunk
 
 
@@ -105,29 +106,19 @@ class TextEncoder(Trunk):
         embedding = embedding * embedding.new_full((), config.embedding_multiplier)
         if self.type_embeddings is not None:
             embedding = embedding + self.type_embeddings(torch.zeros_like(tokens_BT) if types_BT is None else types_BT)
-        if self.pos_embeddings is not None:
-            return embedding + self.pos_embeddings(positions_PT)
-        if config.positions.kind == "sinusoidal":
-            return embedding + sinusoidal_positions(positions_PT, config.dim, config.positions.theta, embedding.dtype)
-        return embedding
+        return add_positions(embedding, positions_PT, config.positions, self.pos_embeddings)
 
     def _context(self, positions_PT: Tensor, documents_BT: Tensor | None, length: int) -> Context:
         """What the sublayers of all layers share in one forward pass."""
-        config, device, dtype = self.config, positions_PT.device, self.tok_embeddings.weight.dtype
-        positions, rope = config.positions, None
-        mask = attention_mask(documents_BT, length, length, device, causal=False)
-        if positions.kind == "rotary":
-            rotated = positions.rotated(config.resolved_head_dim)
-            rope = rope_table(positions_PT, rotated, positions.theta, dtype, positions.pairing)
-        if positions.kind == "alibi":
-            mask = alibi_mask(mask, config.n_heads, length, length, device, dtype, causal=False)
-        return Context(rope, mask, causal=False, links=Links(config.resolved_depth_stride))
+        mask = attention_mask(documents_BT, length, length, positions_PT.device, causal=False)
+        links, dtype = Links(self.config.resolved_depth_stride), self.tok_embeddings.weight.dtype
+        return text_context(self.config, positions_PT, mask, length, dtype, causal=False, links=links)
 
     def _check(
         self, tokens_BT: Tensor, padding_BT: Tensor | None, types_BT: Tensor | None, positions_BT: Tensor | None
     ) -> None:
         config, length = self.config, tokens_BT.shape[1]
-        check_tokens(tokens_BT, config.vocab_size)
+        check_ids("token ids", tokens_BT, config.vocab_size, "vocab_size")
         if not 1 <= length <= config.max_seq_len:
             raise ValueError(
                 f"sequence of {length} tokens, but there must be at least 1 and at most max_seq_len "
@@ -140,9 +131,10 @@ class TextEncoder(Trunk):
             )
         if types_BT is not None and not config.n_types:
             raise ValueError("the model has no token types; leave types_BT out, or give n_types")
-        _check_range("token types", types_BT, config.n_types, "n_types")
-        if self.pos_embeddings is not None:
-            _check_range("learned positions", positions_BT, config.max_seq_len, "max_seq_len")
+        if types_BT is not None:
+            check_ids("token types", types_BT, config.n_types, "n_types")
+        if self.pos_embeddings is not None and positions_BT is not None:
+            check_ids("learned positions", positions_BT, config.max_seq_len, "max_seq_len")
 
 
 class Encoder(TextEncoder):
@@ -233,12 +225,3 @@ def padding_apart(padding_BT: Bool[Tensor, "B T"], documents_BT: Int[Tensor, "B 
     if documents_BT is None:
         return -padding_BT.to(torch.int64)
     return documents_BT.where(~padding_BT, documents_BT.amin() - 1)
-
-
-def _check_range(what: str, ids: Tensor | None, end: int, name: str) -> None:
-    """Raises ValueError for an id outside [0, end); only on a CPU, where it does not wait for a device."""
-    if ids is None or not ids.is_cpu or torch.compiler.is_compiling():
-        return
-    outside = (ids < 0) | (ids >= end)
-    if outside.any():
-        raise ValueError(f"{what} must be at least 0 and below {name} {end}, got {int(ids[outside][0])}")

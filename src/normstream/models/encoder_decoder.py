@@ -15,13 +15,14 @@ from normstream import placements
 from normstream.layers import Context, KVCache
 from normstream.layers.learned_scale import LearnedScale
 from normstream.layers.links import Links
-from normstream.layers.masks import alibi_mask, attention_mask
-from normstream.layers.positions import add_positions, rope_table
+from normstream.layers.masks import attention_mask
+from normstream.layers.positions import add_positions
 from normstream.models.config import TextConfig
-from normstream.models.decoder import check_tokens
+from normstream.models.ids import check_ids
 from normstream.models.model_config import SUBLAYERS
 from normstream.models.roles import StartRole
 from normstream.models.sublayers import block_sublayers
+from normstream.models.text_context import text_context
 from normstream.models.trunk import Trunk
 from normstream.placements import Stack
 
@@ -211,7 +212,8 @@ class EncoderDecoder(nn.Module):
         return logits_BTV if self.logit_scale is None else self.logit_scale(logits_BTV)
 
     def _encode(self, source_BS: Tensor, padding_BS: Tensor | None) -> tuple[Tensor, tuple[Any, ...]]:
-        check_tokens(source_BS, self.config.resolved_source_vocab_size)
+        name = "vocab_size" if self.config.source_vocab_size is None else "source_vocab_size"
+        check_ids("token ids", source_BS, self.config.resolved_source_vocab_size, name)
         self._check_length("source", source_BS.shape[1])
         _check_padding(padding_BS, source_BS.shape)
         positions_1S = torch.arange(source_BS.shape[1], device=source_BS.device)[None]
@@ -226,7 +228,7 @@ class EncoderDecoder(nn.Module):
     ) -> tuple[Tensor, tuple[Any, ...]]:
         n_cached = 0 if cache is None else cache.length
         n_queries, n_keys = target_BT.shape[1], n_cached + target_BT.shape[1]
-        check_tokens(target_BT, self.config.vocab_size)
+        check_ids("token ids", target_BT, self.config.vocab_size, "vocab_size")
         self._check_length("target", n_keys)
         _check_memory(memory_BSD, (target_BT.shape[0], self.config.dim))
         _check_padding(padding_BS, memory_BSD.shape[:2])
@@ -253,18 +255,11 @@ class EncoderDecoder(nn.Module):
 
     def _context(self, positions_1T: Tensor, trunk: Trunk, *, mask: Tensor | None, causal: bool) -> Context:
         """What the sublayers of a stack share; its queries are the last of as many keys as the last position says."""
-        config, positions = self.config, self.config.positions
-        dtype, device, n_queries = self.lm_head.weight.dtype, positions_1T.device, positions_1T.shape[1]
-        rope = None
-        if positions.kind == "rotary":
-            rotated = positions.rotated(config.resolved_head_dim)
-            rope = rope_table(positions_1T, rotated, positions.theta, dtype, positions.pairing)
-        if positions.kind == "alibi":
-            n_keys = n_queries if mask is None else mask.shape[-1]
-            mask = None if mask is None else mask.expand(-1, -1, n_queries, -1)
-            mask = alibi_mask(mask, config.n_heads, n_queries, n_keys, device, dtype, causal=causal)
-        stride = config.depth_stride or max(1, len(trunk.layers) // 2)
-        return Context(rope, mask, causal, links=Links(stride))
+        n_keys = positions_1T.shape[1] if mask is None else mask.shape[-1]
+        links = Links(self.config.depth_stride or max(1, len(trunk.layers) // 2))
+        return text_context(
+            self.config, positions_1T, mask, n_keys, self.lm_head.weight.dtype, causal=causal, links=links
+        )
 
     def _check_length(self, what: str, length: int) -> None:
         if length < 1:

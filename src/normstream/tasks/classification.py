@@ -13,11 +13,11 @@ from torch import Tensor
 
 from normstream.data.text_pairs import PairBatch, PairData, TextPairConfig, load_pairs
 from normstream.models import Classifier, ClassifierConfig
+from normstream.models.evaluating import evaluating
 from normstream.optim import ScheduleConfig
 from normstream.tasks.baseline import unigram_loss
 from normstream.tasks.language_modeling import precise
-from normstream.tasks.losses import autocast, loss_sum
-from normstream.tasks.masked_lm import target_losses
+from normstream.tasks.losses import autocast, loss_sum, target_losses
 from normstream.tasks.task import Losses, Metric, Task, TaskName, check_length
 
 FLUCTUATION = 0.1
@@ -68,17 +68,13 @@ class TextClassification(Task):
     def evaluate(self, model: Any) -> dict[str, float]:
         """``loss``, ``accuracy`` in percent, and with two classes ``f1`` of the second one in percent."""
         device = next(model.parameters()).device
-        was_training, sums, guesses = model.training, [], []
-        model.eval()
-        try:
-            with autocast(self.config.precision, device):
-                for batch in self.eval_batches:
-                    batch = batch.to(device)
-                    logits_BC, _ = class_logits(model, batch)
-                    sums.append(loss_sum(logits_BC, batch.labels_B))
-                    guesses.append(logits_BC.argmax(-1))
-        finally:
-            model.train(was_training)
+        sums, guesses = [], []
+        with evaluating(model), autocast(self.config.precision, device):
+            for batch in self.eval_batches:
+                batch = batch.to(device)
+                logits_BC, _ = class_logits(model, batch)
+                sums.append(loss_sum(logits_BC, batch.labels_B))
+                guesses.append(logits_BC.argmax(-1))
         labels = torch.cat([batch.labels_B for batch in self.eval_batches])
         guessed = torch.cat(guesses).cpu()
         scores = {

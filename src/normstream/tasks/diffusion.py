@@ -20,7 +20,9 @@ from normstream.diffusion.pictures import save_grid
 from normstream.diffusion.process import Process, variational_bound
 from normstream.diffusion.sampling import sample
 from normstream.models.dit import DiT, DiTConfig
+from normstream.models.evaluating import evaluating
 from normstream.optim import OptimizerConfig, ScheduleConfig
+from normstream.tasks.language_modeling import precise
 from normstream.tasks.losses import autocast
 from normstream.tasks.task import Artifact, Losses, Metric, Task, TaskName
 
@@ -107,7 +109,7 @@ class Diffusion(Task):
         noise = torch.randn_like(clean)
         noisy = self.process.noised(clean, step_B, noise)
         output, aux = model.output_and_aux(noisy, step_B, batch.labels_B)
-        output = output.float()
+        output = precise(output)
         main = squared_errors(output, noise).sum() / n_targets
         if not self.config.model.learned_sigma:
             return Losses(main, main, {}, aux)
@@ -117,23 +119,21 @@ class Diffusion(Task):
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        device, was_training = next(model.parameters()).device, model.training
+        device = next(model.parameters()).device
         n_images, n_steps = sum(batch.n_targets for batch in self.eval_batches), len(self.process)
         generator = torch.Generator().manual_seed(0)
         order = torch.randperm(n_images, generator=generator)  # neighbours in the data get unlike timesteps
         steps_N = ((order + torch.rand(n_images, generator=generator)) / n_images * n_steps).long()
-        model.eval()
         total, first = 0.0, 0
-        for batch in self.eval_batches:
-            clean = to_model(batch.images_BCHW)
-            noise = torch.randn(clean.shape, generator=generator)
-            step_B = steps_N[first : first + len(clean)].clamp(max=n_steps - 1)
-            noisy = self.process.noised(clean, step_B, noise)
-            with autocast(self.config.precision, device):
+        with evaluating(model), autocast(self.config.precision, device):
+            for batch in self.eval_batches:
+                clean = to_model(batch.images_BCHW)
+                noise = torch.randn(clean.shape, generator=generator)
+                step_B = steps_N[first : first + len(clean)].clamp(max=n_steps - 1)
+                noisy = self.process.noised(clean, step_B, noise)
                 output = model(noisy.to(device), step_B.to(device), batch.labels_B.to(device))
-            total += squared_errors(output.float().cpu(), noise).sum().item()
-            first += len(clean)
-        model.train(was_training)
+                total += squared_errors(precise(output).cpu(), noise).sum().item()
+                first += len(clean)
         return {"loss": total / n_images}
 
     def judge(self, model: nn.Module, folder: Path) -> dict[str, float]:

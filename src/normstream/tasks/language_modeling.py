@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from normstream.data import Batch, Data, DataConfig, load_data
 from normstream.models import DecoderConfig, DecoderLM
+from normstream.models.evaluating import evaluating
 from normstream.norms import precise_dtype
 from normstream.tasks.baseline import token_counts, unigram_loss
 from normstream.tasks.chunked_loss import head_loss
-from normstream.tasks.losses import Precision, autocast, loss_sum, z_loss_sum
+from normstream.tasks.losses import Precision, autocast, loss_sum, target_losses
 from normstream.tasks.router_losses import router_losses
 from normstream.tasks.task import Losses, Task, TaskName, check_length, has_targets
 
@@ -62,25 +63,17 @@ class LanguageModeling(Task):
 
     def losses(self, model: DecoderLM, batch: Batch, n_targets: int, share: float) -> Losses:
         hidden_BTD, aux = hidden_and_aux(model, batch)
-        loss, main, parts = self._head_losses(model, hidden_BTD, batch, n_targets)
+        losses = self._head_losses(model, hidden_BTD, batch.targets_BT, n_targets)
         of_routers = router_losses(model.config.moe, aux, share)
-        return Losses(sum(of_routers.values(), loss), main, parts | of_routers, aux)
+        return Losses(sum(of_routers.values(), losses.loss), losses.main, losses.parts | of_routers, aux)
 
-    def _head_losses(
-        self, model: DecoderLM, hidden_BTD: Tensor, batch: Batch, n_targets: int
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """What the logits add to the loss: all of it, the cross-entropy, and what else there is by name."""
+    def _head_losses(self, model: DecoderLM, hidden_BTD: Tensor, targets_BT: Tensor, n_targets: int) -> Losses:
+        """What the logits add to the loss."""
+        if not self.config.is_chunked(hidden_BTD.device):
+            return target_losses(precise(model.logits(hidden_BTD)), targets_BT, n_targets, self.config)
         factor = self.config.z_loss
-        if self.config.is_chunked(hidden_BTD.device):
-            loss, main, z_loss = head_loss(model, hidden_BTD, batch.targets_BT, factor)
-            loss, main = loss / n_targets, main / n_targets
-            return loss, main, {"z_loss": factor * z_loss / n_targets} if factor > 0 else {}
-        logits_BTV = precise(model.logits(hidden_BTD))
-        main = loss_sum(logits_BTV, batch.targets_BT, self.config.label_smoothing) / n_targets
-        if factor == 0:
-            return main, main, {}
-        z_loss = factor * z_loss_sum(logits_BTV, batch.targets_BT) / n_targets
-        return main + z_loss, main, {"z_loss": z_loss}
+        loss, main, z_loss = (part / n_targets for part in head_loss(model, hidden_BTD, targets_BT, factor))
+        return Losses(loss, main, {"z_loss": factor * z_loss} if factor > 0 else {})
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         return {"loss": mean_loss(model, self.eval_batches, self.config.precision)}
@@ -116,17 +109,12 @@ def mean_loss(model: nn.Module, batches: Iterable[Batch], precision: Precision =
         ValueError: if no batch has a target.
     """
     device = next(model.parameters()).device
-    was_training = model.training
-    model.eval()
     sums, targets = [], 0
-    try:
-        with autocast(precision, device):
-            for batch in batches:
-                batch = batch.to(device)
-                sums.append(loss_sum(logits_of(model, batch), batch.targets_BT))
-                targets += batch.n_targets
-    finally:
-        model.train(was_training)
+    with evaluating(model), autocast(precision, device):
+        for batch in batches:
+            batch = batch.to(device)
+            sums.append(loss_sum(logits_of(model, batch), batch.targets_BT))
+            targets += batch.n_targets
     if targets == 0:
         raise ValueError(NO_TARGET)
     return torch.stack(sums).cpu().double().sum().item() / targets

@@ -4,11 +4,13 @@ Shape suffixes: B batch, T sequence, V vocabulary (or classes).
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from normstream.tasks.task import Losses
 
 Precision = Literal["fp32", "bf16", "fp16"]
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -46,3 +48,26 @@ def z_loss_sum(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     """
     log_z_BT = logits_BTV.logsumexp(-1).masked_fill(targets_BT < 0, 0.0)
     return log_z_BT.square().sum()
+
+
+def target_losses(logits: Tensor, targets: Tensor, n_targets: int, config: Any, aux: tuple[Any, ...] = ()) -> Losses:
+    """A micro-batch's part of the mean cross-entropy over ``n_targets``; what is reported is the plain one.
+
+    What label smoothing adds to it is the part ``label_smoothing``, what the z-loss adds the part ``z_loss``.
+
+    Args:
+        logits: (..., V).
+        targets: (...), -100 where none counts.
+        n_targets: targets of the whole batch.
+        config: the run, with ``label_smoothing`` and ``z_loss``.
+        aux: what the sublayers reported.
+    """
+    main = loss = loss_sum(logits, targets) / n_targets
+    parts: dict[str, Tensor] = {}
+    if config.label_smoothing > 0:
+        loss = loss_sum(logits, targets, config.label_smoothing) / n_targets
+        parts["label_smoothing"] = loss - main
+    if config.z_loss > 0:
+        parts["z_loss"] = config.z_loss * z_loss_sum(logits, targets) / n_targets
+        loss = loss + parts["z_loss"]
+    return Losses(loss, main, parts, aux)

@@ -9,14 +9,15 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from normstream.data.masking import MaskableBatch, Masked, MaskedData, MaskedDataConfig, load_masked
 from normstream.models import Encoder, EncoderConfig
+from normstream.models.evaluating import evaluating
 from normstream.optim import ScheduleConfig
 from normstream.tasks.baseline import token_counts, unigram_loss
 from normstream.tasks.language_modeling import NO_TARGET, precise
-from normstream.tasks.losses import autocast, loss_sum, z_loss_sum
+from normstream.tasks.losses import autocast, loss_sum, target_losses
 from normstream.tasks.task import Losses, Metric, Task, TaskName, check_length, has_targets
 
 EVALUATION_SEED = 0
@@ -69,19 +70,15 @@ class MaskedLanguageModeling(Task):
 
     @torch.no_grad()
     def evaluate(self, model: Any) -> dict[str, float]:
-        device, generator = _device(model), torch.Generator().manual_seed(EVALUATION_SEED)
-        was_training, sums, n_targets = model.training, [], 0
-        model.eval()
-        try:
-            with autocast(self.config.precision, device):
-                for batch in self.eval_batches:
-                    masked = Masked(*(part.to(device) for part in self.masking(batch, generator)))
-                    logits_BKV, _ = chosen_logits(model, batch.to(device), masked)
-                    hits = (logits_BKV.argmax(-1) == masked.targets_BK).sum()
-                    sums.append(torch.stack([loss_sum(logits_BKV, masked.targets_BK), hits.to(logits_BKV.dtype)]))
-                    n_targets += batch.n_targets
-        finally:
-            model.train(was_training)
+        device, generator = next(model.parameters()).device, torch.Generator().manual_seed(EVALUATION_SEED)
+        sums, n_targets = [], 0
+        with evaluating(model), autocast(self.config.precision, device):
+            for batch in self.eval_batches:
+                masked = Masked(*(part.to(device) for part in self.masking(batch, generator)))
+                logits_BKV, _ = chosen_logits(model, batch.to(device), masked)
+                hits = (logits_BKV.argmax(-1) == masked.targets_BK).sum()
+                sums.append(torch.stack([loss_sum(logits_BKV, masked.targets_BK), hits.to(logits_BKV.dtype)]))
+                n_targets += batch.n_targets
         loss, hits = torch.stack(sums).cpu().double().sum(0).tolist()
         return {"loss": loss / n_targets, "accuracy": 100 * hits / n_targets}
 
@@ -103,24 +100,3 @@ def chosen_logits(model: Any, batch: MaskableBatch, masked: Masked) -> tuple[Ten
     )
     places_BKD = masked.places_BK[..., None].expand(-1, -1, hidden_BTD.shape[-1])
     return precise(model.logits(hidden_BTD.gather(1, places_BKD))), aux
-
-
-def target_losses(logits: Tensor, targets: Tensor, n_targets: int, config: Any, aux: tuple[Any, ...]) -> Losses:
-    """A micro-batch's part of the mean cross-entropy over ``n_targets``, with label smoothing and z-loss.
-
-    Args:
-        logits: (..., V).
-        targets: (...), -100 where none counts.
-        n_targets: targets of the whole batch.
-        config: the run.
-        aux: what the sublayers reported.
-    """
-    main = loss_sum(logits, targets, config.label_smoothing) / n_targets
-    if config.z_loss == 0:
-        return Losses(main, main, {}, aux)
-    z_loss = config.z_loss * z_loss_sum(logits, targets) / n_targets
-    return Losses(main + z_loss, main, {"z_loss": z_loss}, aux)
-
-
-def _device(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device

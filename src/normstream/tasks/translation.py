@@ -11,17 +11,18 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from normstream.beam_search import beam_search
 from normstream.data.extras import import_extra
 from normstream.data.tokenizer import Tokenizer
 from normstream.data.translation import TranslationBatch, TranslationConfig, TranslationData, load_translation, pad_rows
 from normstream.models import EncoderDecoder, EncoderDecoderConfig
+from normstream.models.evaluating import evaluating
 from normstream.optim import ScheduleConfig
 from normstream.tasks.baseline import token_counts, unigram_loss
 from normstream.tasks.language_modeling import precise
-from normstream.tasks.losses import autocast, loss_sum, z_loss_sum
+from normstream.tasks.losses import autocast, loss_sum, target_losses
 from normstream.tasks.task import Artifact, Losses, Metric, Task, TaskName, check_length
 
 TRANSLATIONS = "translations.tsv"
@@ -77,33 +78,19 @@ class Translation(Task):
         return replace(model, vocab_size=data.vocab_size, source_vocab_size=None)
 
     def losses(self, model: EncoderDecoder, batch: TranslationBatch, n_targets: int, share: float) -> Losses:
-        smoothing, factor = self.config.label_smoothing, self.config.z_loss
         hidden_BTD, aux = model.hidden_and_aux(batch.source_BS, batch.inputs_BT, batch.padding_BS)
-        logits_BTV = precise(model.logits(hidden_BTD))
-        main = loss = loss_sum(logits_BTV, batch.targets_BT) / n_targets
-        parts: dict[str, Tensor] = {}
-        if smoothing > 0:
-            loss = loss_sum(logits_BTV, batch.targets_BT, smoothing) / n_targets
-            parts["label_smoothing"] = loss - main
-        if factor > 0:
-            parts["z_loss"] = factor * z_loss_sum(logits_BTV, batch.targets_BT) / n_targets
-            loss = loss + parts["z_loss"]
-        return Losses(loss, main, parts, aux)
+        return target_losses(precise(model.logits(hidden_BTD)), batch.targets_BT, n_targets, self.config, aux)
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        device, was_training = next(model.parameters()).device, model.training
-        model.eval()
+        device = next(model.parameters()).device
         loss, correct, targets = [], [], 0
-        try:
-            with autocast(self.config.precision, device):
-                for batch in (batch.to(device) for batch in self.eval_batches):
-                    logits_BTV = precise(model(batch.source_BS, batch.inputs_BT, batch.padding_BS))
-                    loss.append(loss_sum(logits_BTV, batch.targets_BT))
-                    correct.append((logits_BTV.argmax(-1) == batch.targets_BT).sum())
-                    targets += batch.n_targets
-        finally:
-            model.train(was_training)
+        with evaluating(model), autocast(self.config.precision, device):
+            for batch in (batch.to(device) for batch in self.eval_batches):
+                logits_BTV = precise(model(batch.source_BS, batch.inputs_BT, batch.padding_BS))
+                loss.append(loss_sum(logits_BTV, batch.targets_BT))
+                correct.append((logits_BTV.argmax(-1) == batch.targets_BT).sum())
+                targets += batch.n_targets
         return {
             "loss": torch.stack(loss).cpu().double().sum().item() / targets,
             "accuracy": 100 * torch.stack(correct).sum().item() / targets,

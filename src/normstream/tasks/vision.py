@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from normstream.data.image_config import ImageDataConfig
 from normstream.data.images import ImageBatch, ImageData, load_images
 from normstream.models import ViT, ViTConfig
+from normstream.models.evaluating import evaluating
 from normstream.optim import OptimizerConfig, ScheduleConfig
 from normstream.tasks.augmentation import Mixed, augment
 from normstream.tasks.baseline import token_counts, unigram_loss
@@ -167,17 +168,13 @@ def image_scores(model: nn.Module, batches: Iterable[ImageBatch], precision: Pre
     >>> image_scores(model, [batch])["accuracy"]
     50.0
     """
-    device, was_training = next(model.parameters()).device, model.training
-    model.eval()
+    device = next(model.parameters()).device
     losses, ranks = [], []
-    try:
-        with autocast(precision, device):
-            for batch in (batch.to(device) for batch in batches):
-                logits_BV, labels_B = precise(model(batch.images_BCHW)), batch.labels_B
-                losses.append(loss_sum(logits_BV, labels_B))
-                ranks.append((logits_BV > logits_BV.gather(1, labels_B[:, None])).sum(1))
-    finally:
-        model.train(was_training)
+    with evaluating(model), autocast(precision, device):
+        for batch in (batch.to(device) for batch in batches):
+            logits_BV, labels_B = precise(model(batch.images_BCHW)), batch.labels_B
+            losses.append(loss_sum(logits_BV, labels_B))
+            ranks.append((logits_BV > logits_BV.gather(1, labels_B[:, None])).sum(1))
     rank = torch.cat(ranks).cpu()
     scores = {"loss": sum_of(losses).double().item() / len(rank), "accuracy": 100 * (rank == 0).double().mean().item()}
     if logits_BV.shape[1] > 10:

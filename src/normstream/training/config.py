@@ -109,7 +109,7 @@ class TrainConfig:
             value = getattr(self, name)
             if value is None:
                 object.__setattr__(self, name, kind())
-            elif not isinstance(value, kind):
+            elif type(value) is not kind:
                 raise ValueError(
                     f"task {self.task} takes {name} of class {kind.__name__}, got {type(value).__name__}; "
                     f"give another task or another {name}"

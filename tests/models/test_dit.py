@@ -17,7 +17,8 @@ from normstream.layers.patches import sincos_positions
 from normstream.models import DiT, DiTConfig, build_model
 from normstream.models.dit_presets import DIT_PRESETS
 from normstream.norms import LayerNorm
-from normstream.optim.roles import parameter_roles
+from normstream.optim import OptimizerConfig
+from normstream.optim.roles import parameter_groups, parameter_roles
 
 TINY = DiTConfig(image_size=4, channels=3, dim=16, n_layers=2, n_heads=2, n_classes=3)
 PLACEMENTS = (*placements.names(), "parallel(norms=2)", "siamese(pair=pre-pre)")
@@ -336,3 +337,11 @@ def test_roles_of_parameters():
     assert roles["label_embeddings.weight"] == "embedding"
     assert roles["layers.0.attention.modulation.weight"] == "matrix"
     assert roles["layers.0.attention.modulation.bias"] == "bias"
+
+
+def test_muon_leaves_what_makes_pixels_alone() -> None:
+    model = DiT(DiTConfig(dim=8, n_layers=1, n_heads=2))
+    groups = parameter_groups(model, OptimizerConfig(kind="muon"))
+    of_muon = {name for group in groups if group["optimizer"] == "muon" for name, _ in group["params"]}
+    assert not of_muon & {"output.weight", "final_modulation.weight", "label_embeddings.weight"}
+    assert "layers.0.attention.sublayer.wq.weight" in of_muon

@@ -17,10 +17,10 @@ vector      every other scalar or vector (LayerScale), and all that         no
 A decayed plain gain is pulled to 0 and a decayed zero-centred gain (1 + w) to 1; neither is wanted by default.
 
 Muon orthogonalizes a matrix as one map from vectors to vectors. So it takes matrices of two axes only, and not the
-output heads, whose rows stand for tokens or classes as those of an embedding do: heads (``lm_head``, and what the
-model's ``start_roles`` call a vocabulary), embeddings, convolutions and expert weights glued together along a third
-axis stay with AdamW, as everything else does. Matrices that are several maps stacked on each other (a fused QKV
-projection) should be split into their parts to be Muon's one by one.
+output heads, whose rows stand for tokens, classes or pixels as those of an embedding do: heads (``lm_head``, and what
+else the model's ``start_roles`` name outside of its blocks), embeddings, convolutions and expert weights glued together
+along a third axis stay with AdamW, as everything else does. Matrices that are several maps stacked on each other (a
+fused QKV projection) should be split into their parts to be Muon's one by one.
 """
 
 from dataclasses import dataclass
@@ -135,7 +135,7 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str
 def _hidden_matrices(model: nn.Module, roles: dict[str, Role]) -> set[str]:
     """Names of the matrices that are Muon's."""
     start_roles: Any = getattr(model, "start_roles", dict)
-    heads = [getattr(model, "lm_head", None), *(head for head, role in start_roles().items() if role == "vocabulary")]
+    heads = [getattr(model, "lm_head", None), *start_roles()]
     in_head = {parameter for head in heads if isinstance(head, nn.Module) for parameter in head.parameters()}
     return {n for n, p in model.named_parameters() if roles[n] == "matrix" and p.ndim == 2 and p not in in_head}
 
